@@ -3,7 +3,7 @@
 Megatron's layer adds a part's output to the residual (`bias_dropout_add`), and then calls the norm of the next part.
 `AddNorm` replaces the addition: it calls this norm with the terms. The norm computes their sum and the sum's norm by
 one op, and returns the sum. When Megatron then calls it with this sum, it returns the norm that it has. Where no norm
-of the same pipeline stage follows, and with full recomputation, Megatron's own function adds.
+of the same pipeline stage follows, with full recomputation and with FSDP, Megatron's own function adds.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class AddNorm:
         self, plain: Callable[..., Tensor], training: bool, x_with_bias: tuple[Tensor, Tensor | None],
         residual: Tensor, prob: float,
     ) -> Tensor:  # fmt: skip
-        x, bias = x_with_bias
-        if self.norm is None or not self.norm.is_fused(x) or x.dtype != residual.dtype or not prob < 1:
+        terms = Terms(*x_with_bias, residual, prob if training else 0.0)
+        if self.norm is None or not self.norm.takes(terms):
             return plain(x_with_bias, residual, prob)
-        return self.norm(Terms(x, bias, residual, prob if training else 0.0))
+        return self.norm(terms)
 
 
 def install() -> None:

@@ -366,13 +366,6 @@ def check(args: argparse.Namespace) -> None:
     if args.init_model_with_meta_device and not args.use_megatron_fsdp:
         rule = "needs --use-megatron-fsdp; without it Megatron leaves the weights unset"
         refuse("init_model_with_meta_device", True, rule)
-    if args.megablocks_norm == "fused_add":
-        for name in ("use_torch_fsdp2", "use_megatron_fsdp"):
-            if getattr(args, name):
-                rule = "must be left out with --megablocks-norm fused_add, where a layer reads the next one's norm"
-                refuse(name, True, rule)
-        if not args.bias_dropout_fusion:
-            refuse("bias_dropout_fusion", False, "must be True with --megablocks-norm fused_add")
     if args.use_torch_fsdp2 and not torch.cuda.is_available():
         refuse("use_torch_fsdp2", True, "needs a GPU; leave it out")
     if args.transformer_impl == "transformer_engine":

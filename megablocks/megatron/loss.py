@@ -19,9 +19,8 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.utils import log_single_rank
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from megablocks.moe.main_grad import main_grad_of, to_main_grad
+from megablocks.moe.main_grad import is_split, main_grad_of, to_main_grad
 from megablocks.ops.loss import linear_cross_entropy
 
 _NEEDS_LOGITS: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -91,7 +90,7 @@ def _obstacle(layer: Any, weight: Tensor | None, gather_output: bool | None, con
     if gather and layer.tp_group.size() > 1:
         return "parallel_output=False: the logits of all ranks are gathered"
     weight = layer.weight if weight is None else weight
-    if layer.gtp_remat_size > 1 or hasattr(weight, "__fsdp_param__") or isinstance(weight, DTensor):
+    if layer.gtp_remat_size > 1 or is_split(weight):
         return "the output layer's weight, which is split over data-parallel ranks"
     return None
 

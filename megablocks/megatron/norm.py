@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megablocks.config import refuse
 from megablocks.megatron.settings import settings_of
+from megablocks.moe.main_grad import is_split
 from megablocks.ops.add_norm import add_norm
 from megablocks.ops.norm import kernels_take, norm
 
@@ -63,6 +64,11 @@ class Norm(torch.nn.Module):
     def is_fused(self, x: Tensor) -> bool:
         """Whether our kernels compute the norm of x."""
         return self.fused and kernels_take(x)
+
+    def takes(self, terms: Terms) -> bool:
+        """Whether the norm can be called with the terms, and outside of its layer, which FSDP gathers weights for."""
+        same = terms.x.dtype == terms.residual.dtype
+        return same and terms.p < 1 and self.is_fused(terms.x) and not is_split(self.weight)
 
     def forward(self, x: Tensor | Terms) -> Tensor:
         if isinstance(x, Terms):

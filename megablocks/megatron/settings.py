@@ -187,9 +187,9 @@ class MegaBlocksSettings:
     )  # fmt: skip
     norm: str = option(
         "fused",
-        "norms on a GPU without Transformer Engine: fused, our Triton kernels; fused_add, the same, which also add "
-        "bias, dropout and residual before a norm; torch, torch's",
-        ("fused", "fused_add", "torch"),
+        "norms on a GPU without Transformer Engine: fused, our Triton kernels, which also add bias, dropout and "
+        "residual before a norm unless --no-bias-dropout-fusion is given; torch, torch's",
+        ("fused", "torch"),
     )  # fmt: skip
     qkv_bias: str = option(
         "fused",

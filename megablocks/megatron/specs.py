@@ -76,7 +76,7 @@ def block_spec(config: Any, vp_stage: int | None = None) -> TransformerBlockSubm
     with_engine = config.transformer_impl == "transformer_engine" and HAVE_TE
     if settings.rope == "fused" and torch.cuda.is_available():
         rope.install()
-    if settings.norm == "fused_add":
+    if settings.norm == "fused" and torch.cuda.is_available():
         add_norm.install()
     block = get_gpt_decoder_block_spec(
         config,
@@ -108,7 +108,7 @@ def _our_layer(layer: Any, config: Any, settings: MegaBlocksSettings) -> Any:
         if getattr(owner, name) is WrappedTorchNorm:
             setattr(owner, name, Norm)
     for name in ("self_attn_bda", "mlp_bda"):
-        if settings.norm == "fused_add" and getattr(parts, name) is get_bias_dropout_add:
+        if settings.norm == "fused" and getattr(parts, name) is get_bias_dropout_add:
             setattr(parts, name, AddNorm)
     if settings.qk_norm == "all":
         if not config.qk_layernorm or config.multi_latent_attention:

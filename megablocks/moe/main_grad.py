@@ -30,6 +30,13 @@ def main_grad_of(parameter: nn.Parameter | None) -> Tensor | None:
     return getattr(parameter, "main_grad", None)
 
 
+def is_split(parameter: Tensor) -> bool:
+    """Whether FSDP, Megatron's or torch's, splits the parameter over ranks and gathers it only for its layer."""
+    from torch.distributed.tensor import DTensor
+
+    return hasattr(parameter, "__fsdp_param__") or isinstance(parameter, DTensor)
+
+
 class _ToMainGrad(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parameter: nn.Parameter, main_grad: Tensor) -> Tensor:

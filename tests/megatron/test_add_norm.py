@@ -15,17 +15,16 @@ from harness import Layout
 
 from megablocks.testing.launcher import run_distributed_test
 
-FUSION, ADD = ("bias_dropout_fusion", True), (("norm", "fused_add"),)
+FUSION = ("bias_dropout_fusion", True)
 DENSE = ("num_moe_experts", None), ("moe_ffn_hidden_size", None), ("moe_aux_loss_coeff", 0.0)
-BIASED = Layout(layers=3, settings=ADD, model=(FUSION, *DENSE, ("add_bias_linear", True)))
-RMS = Layout(layers=3, settings=ADD, model=(FUSION, ("normalization", "RMSNorm"), ("moe_layer_freq", [0, 1, 1])))
+BIASED = Layout(layers=3, model=(FUSION, *DENSE, ("add_bias_linear", True)))
+RMS = Layout(layers=3, model=(FUSION, ("normalization", "RMSNorm"), ("moe_layer_freq", [0, 1, 1])))
 CASES: dict[str, tuple[Layout, int]] = {  # and how many additions of a forward pass are computed with a norm
     "layer norm, biases": (BIASED, 6),
     "rms norm, experts": (RMS, 6),
     "bf16": (RMS.but(dtype="bfloat16"), 6),
     "fusion off": (BIASED.but(model=BIASED.model[1:]), 0),
     "torch's norms": (BIASED.but(settings=(("norm", "torch"),)), 0),
-    "norms alone": (BIASED.but(settings=(("norm", "fused"),)), 0),
     "two stages": (RMS.but(layers=4, pp=2, model=RMS.model[:2]), 3),  # the first stage; the last has 4
     "overlapped gather": (RMS.but(distributed_optimizer=True, overlap=True), 6),
     "every layer recomputed": (RMS.but(recompute="full"), 0),
@@ -39,7 +38,7 @@ AROUND = [(around, reentrant) for around in ("none", "addition", "norm", "both")
 @contextlib.contextmanager
 def _on_cpu() -> Iterator[list[int]]:
     """Our ops compute the norms on a CPU too. Yields a list with an entry for each addition."""
-    from megablocks.megatron import norm
+    from megablocks.megatron import add_norm, norm
 
     calls: list[int] = []
     plain = norm.add_norm
@@ -48,6 +47,7 @@ def _on_cpu() -> Iterator[list[int]]:
         calls.append(1)
         return plain(*args, **options)
 
+    add_norm.install()
     with mock.patch.object(norm.Norm, "is_fused", lambda self, x: self.fused), mock.patch.object(
         norm, "add_norm", counted
     ):  # fmt: skip
@@ -89,27 +89,26 @@ def test_steps_equal_megatrons(trained: dict[str, list[tuple[Any, Any, int]]], c
         assert calls == micro_batches * (additions + (rank if layout.pp > 1 else 0))
 
 
-def _built(settings: tuple[tuple[str, str], ...]) -> int:
+def _build() -> int:
     """The layers of this stage, of a model with one layer, which the last stage has."""
-    layout = Layout(layers=1, pp=2, tied=False, settings=settings)
-    layout = layout.but(model=(FUSION, ("account_for_embedding_in_pipeline_split", True)))
+    from megablocks.megatron import add_norm
+
+    layout = Layout(layers=1, pp=2, tied=False, model=(FUSION, ("account_for_embedding_in_pipeline_split", True)))
     harness.initialize(layout)
+    add_norm.install()
     _, (chunk,) = harness.build_model(layout)
     return len(chunk.module.decoder.layers)
 
 
-def _build() -> list[int]:
-    return [_built(settings) for settings in (ADD, ())]
-
-
 def test_a_stage_may_have_no_layer() -> None:
-    assert run_distributed_test(_build, 2) == [[0, 0], [1, 1]]
+    assert run_distributed_test(_build, 2) == [0, 1]
 
 
 def _evaluate(out: dict[str, Any]) -> None:
     """Adds the losses of a model in evaluation, by Megatron's and by our functions, and what ours left behind."""
     harness.initialize(RMS)
-    _, (model,) = harness.build_model(RMS)
+    with _on_cpu():
+        _, (model,) = harness.build_model(RMS)
     model.eval()
     tokens = torch.stack([harness.sample(i) for i in range(2)])
     given = tokens[:, :-1].contiguous(), torch.arange(harness.SEQ).expand(2, -1), None
@@ -174,6 +173,8 @@ def _checkpointed() -> dict[str, Any]:
         torch.manual_seed(5)
         out["again"] = addition(True, True)((x, bias), residual, 0.25)
         out["evaluated"] = addition(False, True)((x, bias), residual, 0.25)
+        norm.weight.__fsdp_param__ = True  # type: ignore[attr-defined]
+        out["split"] = hasattr(addition(True, True)((x, bias), residual, 0.0), "normalized")
         out["sum"] = x + bias + residual
         kept = total != residual
         out["scaled"] = torch.where(kept, (x + bias) / 0.75 + residual, residual)
@@ -199,6 +200,7 @@ def test_checkpoints_and_dropout(found: dict[str, Any]) -> None:
         for got, expected in zip(found[f"{around} {reentrant}"], found["none True"], strict=True):
             torch.testing.assert_close(got, expected)
     assert not found["kept"], "the sum and its norm hold each other"
+    assert not found["split"], "FSDP has not gathered the norm's weight yet"
     share, total = found["dropped"]
     assert 0.15 < share < 0.35
     torch.testing.assert_close(total, found["scaled"])

@@ -248,8 +248,6 @@ REFUSED = {
     "--save-retain-interval 10": "save_retain_interval=10: must be left out, because it removes a checkpoint before",
     "--init-model-with-meta-device": "init_model_with_meta_device=True: needs --use-megatron-fsdp; without it Megatron",
     "--use-torch-fsdp2": "use_torch_fsdp2=True: needs a GPU; leave it out",
-    "--megablocks-norm fused_add --use-torch-fsdp2": "use_torch_fsdp2=True: must be left out with --",
-    "--megablocks-norm fused_add --no-bias-dropout-fusion": "bias_dropout_fusion=False: must be True with --megablocks",
     "--heterogeneous-layers-config-path c.json": "heterogeneous_layers_config_path='c.json': must be left out; this "
     "driver builds and counts layers of one size",
     "--sft": "sft=True: must be left out; this driver pretrains GPT models only",
