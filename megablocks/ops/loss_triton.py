@@ -16,8 +16,7 @@ from torch import Tensor
 
 from megablocks.ops.launch import cdiv, next_power_of_2, quick
 
-_BLOCK = 4096  # 16 elements a lane: two loads of 16 bytes in half precision
-_WARPS = 8
+_SUMS_BLOCK, _GRADIENT_BLOCK = 8192, 2048  # of 4 warps: a lane's 64 elements and 16
 
 
 @quick
@@ -61,8 +60,8 @@ def sums_launch(logits: Tensor, labels: Tensor) -> Tensor:
     rows, words = logits.shape
     sums = torch.empty((3, rows), dtype=torch.float32, device=logits.device)
     if rows:
-        block = min(_BLOCK, next_power_of_2(words))
-        _sums_kernel[(rows,)](logits, labels, sums, rows, words, BLOCK=block, num_warps=_WARPS)
+        block = min(_SUMS_BLOCK, next_power_of_2(words))
+        _sums_kernel[(rows,)](logits, labels, sums, rows, words, BLOCK=block)
     return sums
 
 
@@ -73,7 +72,7 @@ def gradient_launch(logits: Tensor, labels: Tensor, maximum: Tensor, total: Tens
     """
     rows, words = logits.shape
     if rows:
-        block = min(_BLOCK, next_power_of_2(words))
+        block = min(_GRADIENT_BLOCK, next_power_of_2(words))
         _gradient_kernel[(rows, cdiv(words, block))](
-            logits, labels, maximum, total, grad, grad.stride(0), words, BLOCK=block, num_warps=_WARPS
+            logits, labels, maximum, total, grad, grad.stride(0), words, BLOCK=block
         )
