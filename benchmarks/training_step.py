@@ -48,7 +48,7 @@ TOLERANCE = 0.02
 LEARNING_RATE = 1e-4
 PLAIN = (
     "--no-megablocks-fused-loss --no-megablocks-fused-optimizer --megablocks-norm torch --megablocks-qkv-bias megatron "
-    "--megablocks-rope megatron --megablocks-bias-gelu megatron --no-megablocks-gradient-accumulation-fusion"
+    "--megablocks-rope megatron --no-megablocks-gradient-accumulation-fusion"
 )
 
 

@@ -202,12 +202,6 @@ class MegaBlocksSettings:
         "rotary embedding on a GPU without Transformer Engine: fused, our Triton kernel; megatron, torch's operations",
         _FUSED,
     )
-    bias_gelu: str = option(
-        "fused",
-        "bias and gelu of dense layers on a GPU: fused, our Triton kernels, which also sum the bias's gradient; "
-        "megatron, Megatron's compiled functions",
-        _FUSED,
-    )
     qk_norm: str = option(
         "head",
         "what --qk-layernorm normalizes: head, each head of queries and keys, as Megatron; all, all heads of a token "

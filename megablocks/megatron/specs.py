@@ -51,7 +51,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # no
 from megatron.core.utils import log_single_rank  # noqa: E402
 
 from megablocks.config import refuse  # noqa: E402
-from megablocks.megatron import add_norm, attention, bias_gelu, engine, rope  # noqa: E402
+from megablocks.megatron import add_norm, attention, engine, rope  # noqa: E402
 from megablocks.megatron.add_norm import AddNorm  # noqa: E402
 from megablocks.megatron.attention import SDPAttention  # noqa: E402
 from megablocks.megatron.linear import BiasInProduct  # noqa: E402
@@ -76,8 +76,6 @@ def block_spec(config: Any, vp_stage: int | None = None) -> TransformerBlockSubm
     with_engine = config.transformer_impl == "transformer_engine" and HAVE_TE
     if settings.rope == "fused" and torch.cuda.is_available():
         rope.install()
-    if settings.bias_gelu == "fused" and torch.cuda.is_available():
-        bias_gelu.install()
     if settings.norm == "fused" and torch.cuda.is_available():
         add_norm.install()
     block = get_gpt_decoder_block_spec(

@@ -61,8 +61,8 @@ RULES = (
     Rule("dense products", op=r"^aten::(mm|addmm|bmm|linear|matmul)$|LinearWithGrad", kernel=r"gemm|nvjet|cutlass",
          within=r"^dense products$"),
     Rule("gradients", op=r"^aten::zero_$"),
-    Rule("elementwise", op=r"dropout|^(megablocks::)?biased_activation|^CompiledFunction|^aten::(gelu|silu|relu)",
-         kernel=r"^triton_|^_(rope|biased|biased_backward|add_partials)_kernel", within=r"^elementwise$"),
+    Rule("elementwise", op=r"dropout|^CompiledFunction|^aten::(gelu|silu|relu)", kernel=r"^triton_|^_rope_kernel",
+         within=r"^elementwise$"),
 )  # fmt: skip
 """Rules in order: the first that fits counts. In a CUDA graph only the names of kernels are known."""
 

@@ -9,7 +9,6 @@ as TMA requires, so that Hopper's kernels run if they can.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,10 +19,8 @@ from torch import Tensor
 from megablocks.config import MoEConfig
 from megablocks.kinds import IMPLS, load
 from megablocks.moe.impls import ExpertCall
-from megablocks.ops.activation_table import Activation
 from megablocks.ops.adam import FusedAdam
 from megablocks.ops.add_norm import add_norm
-from megablocks.ops.biased_activation import activate_biased
 from megablocks.ops.fused.mlp import ExpertParameters
 from megablocks.ops.loss import linear_cross_entropy
 from megablocks.ops.norm import norm
@@ -139,12 +136,6 @@ def _rope_truth(x: Tensor) -> Outputs:
     ]
 
 
-def _biased_truth(x: Tensor, bias: Tensor) -> Outputs:
-    z = x + bias
-    tanh = (1 + (math.sqrt(2 / math.pi) * (z + 0.044715 * z**3)).tanh()) / 2
-    return [z * tanh, z * (1 + (z / math.sqrt(2)).erf()) / 2]
-
-
 def _steps(kind: Callable[..., torch.optim.Optimizer], p: Tensor, grad: Tensor, **options: bool) -> Outputs:
     parameter = p.detach().clone()
     optimizer = kind([parameter], lr=1e-1, weight_decay=0.1, **options)
@@ -180,11 +171,6 @@ CASES: dict[str, Case] = {
         _norm_truth,
     ),
     "rope": Case({"x": (T, H)}, _rope, _rope_truth),
-    "biased_activation": Case(
-        {"x": (T, H), "bias": (H,)},
-        lambda x, bias: [activate_biased(x, bias, Activation("gelu", form)) for form in ("tanh", "none")],
-        _biased_truth,
-    ),
     "adam": Case(
         {"p": (4099,), "grad": (4099,)},
         lambda p, grad: _steps(FusedAdam, p, grad, decoupled_weight_decay=True),

@@ -76,7 +76,6 @@ def kernels(x: torch.Tensor) -> dict[str, str]:
         "loss": every_gpu,
         "norm": plain(norm.kernels_take(x)),
         "rope": every_gpu,
-        "biased_activation": every_gpu,
         "adam": plain(adam.fits((x.float(),), x)),
     }
 

@@ -118,25 +118,6 @@ def activation(device: torch.device) -> Step:
 
 
 @family
-def biased_activation(device: torch.device) -> Step:
-    from megablocks.ops.activation_table import UNARY, Activation
-    from megablocks.ops.biased_activation import activate_biased
-
-    inputs = [[draws(device, dtype)(8 * T, width), draws(device, dtype)(width)]
-              for dtype in (torch.bfloat16, torch.float32) for width in (WIDTH + 1, 600)]  # fmt: skip
-
-    def step() -> list[Tensor]:
-        out = []
-        for x, bias in inputs:
-            for name in UNARY:
-                out += with_gradients(activate_biased(x, bias, Activation(name)), [x, bias])
-            out += with_gradients(activate_biased(x, bias.detach(), Activation("gelu", "none")), [x])
-        return out
-
-    return step
-
-
-@family
 def linear_cross_entropy(device: torch.device) -> Step:
     from megablocks.ops.loss import linear_cross_entropy
 

@@ -261,19 +261,6 @@ def norm() -> None:
         add_norm_backward_launch(x, x, x, mask, weight, None if centered else mean, rstd, centered, options)
 
 
-@family("biased_activation_triton", "_biased_kernel", "_biased_backward_kernel")
-def biased_activation() -> None:
-    from megablocks.ops.activation_table import UNARY, Activation
-    from megablocks.ops.biased_activation_triton import biased_activation_backward_launch, biased_activation_launch
-
-    forms = *map(Activation, UNARY), Activation("gelu", "none")
-    for dtype, width, activation in product(EVERY, (13, 3072), forms):
-        x, bias = torch.zeros(40, width, dtype=dtype), torch.zeros(width, dtype=dtype)
-        biased_activation_launch(x, bias, activation)
-        for sums in (False, True):
-            biased_activation_backward_launch(x, x, bias, sums, activation)
-
-
 @family("grouped.pair_mm_triton", "_pair_mm_kernel")
 def pair_mm() -> None:
     from megablocks.ops.activation_table import ACTIVATIONS, Activation

@@ -24,7 +24,6 @@ from megablocks.ops.activation import (
 )
 from megablocks.ops.activation_table import Activation
 from megablocks.ops.add_norm import AddNormOptions, add_norm_backward_op, add_norm_op
-from megablocks.ops.biased_activation import biased_activation_backward_op, biased_activation_op
 from megablocks.ops.clamp import Clamp, clamped_gate_backward_op, clamped_gate_op
 from megablocks.ops.fused.down import activate_and_project, activate_and_project_op
 from megablocks.ops.fused.mlp import ExpertParameters, Options, down_gradient_op, fused_mlp, fused_mlp_op, fused_up_op
@@ -291,15 +290,6 @@ def _samples():
                 *(const(T, H), (torch.arange(2 * T) % (E + 1)).view(T, 2), const(T, 2)),
                 *(const(E, H, 2 * F), const(E, F, H), const(E, 2 * F), const(E, H), swiglu),
             ),
-        ),
-        "biased_activation": (biased_activation_op, (t(2, T, F), t(F), Activation("gelu"))),
-        "biased_activation_backward": (
-            biased_activation_backward_op,
-            (const(2, T, F), const(2, T, F), const(F), True, Activation("silu")),
-        ),
-        "biased_activation_backward_frozen": (
-            biased_activation_backward_op,
-            (const(T, F), const(T, F), const(F), False, Activation("relu2")),
         ),
         "halves_activation": (halves_activation_op, (t(R, 2 * F), swiglu)),
         "halves_activation_backward": (halves_activation_backward_op, (const(R, F), const(R, 2 * F), swiglu)),
