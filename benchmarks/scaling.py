@@ -4,8 +4,9 @@
 
 FILE, scaling_inputs.json, holds the models, the batch, and the steps that check the prediction, which is that of
 `python -m megablocks plan`. "sets" says what of the plan a step was used to fit; such a step checks nothing. Times and
-memory are read from results/h200/training_step.json by the names of its arms, and the load of a trained router from
-dmoe_46m/expert_load.csv. --commands prints the driver's flags of the steps. FOLDER gets scaling.png.
+memory are read from a file of results/h200, training_step.json if a step names none, by the names of its arms; of
+several runs the median counts. The load of a trained router is that of dmoe_46m/expert_load.csv. --commands prints the
+driver's flags of the steps. FOLDER gets scaling.png.
 
 For each number of GPUs the fastest layout is taken that fits into memory with its error bar: pipeline and
 expert-parallel size, micro-batch, and what is recomputed. Tensor and context parallelism are 1.
@@ -21,7 +22,7 @@ import itertools
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 from typing import Any, NamedTuple
 
 from megablocks.config import ConfigError
@@ -159,17 +160,25 @@ class Step(NamedTuple):
         return None if self.ms is None else self.ms / self.time.milliseconds - 1
 
 
+def runs_of(entry: dict[str, Any]) -> list[dict[str, Any]]:
+    """The records of a step's arm."""
+    kept = json.loads((RESULTS / f"{entry.get('file', 'training_step')}.json").read_text())["records"]
+    return [one for one in kept if one["arm"] == entry["arm"]]
+
+
+def model_of(inputs: dict[str, Any], entry: dict[str, Any]) -> Model:
+    values = {key: value for key, value in entry.items() if key not in ("arm", "file", "model", "sets")}
+    return Model(**{**inputs["models"][entry["model"]], **values})
+
+
 def steps(inputs: dict[str, Any]) -> list[Step]:
-    records = json.loads((RESULTS / "training_step.json").read_text())["records"]
-    measured = {one["arm"]: one for one in records}
     found = []
     for entry in inputs["steps"]:
-        values = {key: value for key, value in entry.items() if key not in ("arm", "model", "sets")}
-        m = Model(**{**inputs["models"][entry["model"]], **values})
-        time, record = step_time(m), measured.get(entry["arm"], {})
+        m, runs = model_of(inputs, entry), runs_of(entry)
+        time = step_time(m)
         assert time is not None
-        name = entry["model"] + (", all-to-all" if m.dispatcher == "all_to_all" else "")
-        found.append(Step(name, m, time, entry.get("sets", ""), record.get("ms"), record.get("peak_gib")))
+        ms, gib = (median(one[name] for one in runs) if runs else None for name in ("ms", "peak_gib"))
+        found.append(Step(entry["model"], m, time, entry.get("sets", ""), ms, gib))
     return found
 
 
@@ -215,8 +224,8 @@ def check_rows(inputs: dict[str, Any]) -> list[str]:
             of = [f"{gib:.1f}{said}", f"{one.time.milliseconds:.0f} / {one.ms:.0f}", f"{one.off + 1:.2f}", one.sets]
         else:
             of = [f"{gib:.1f}", f"{one.time.milliseconds:.0f} / not measured yet", "", ""]
-        layers = f", {m.num_layers} of its layers" if m.num_layers != inputs["models"][one.name.split(",")[0]][
-            "num_layers"] else ""  # fmt: skip
+        whole = m.num_layers == inputs["models"][one.name]["num_layers"]
+        layers = "" if whole else f", {m.num_layers} of its layers"
         rows.append(f"| {one.name}{layers} | {m.gpus} | {m.expert_model_parallel_size} | {m.micro_batch_size} | "
                     f"{m.micro_batches} | {' | '.join(of)} |")  # fmt: skip
     return rows

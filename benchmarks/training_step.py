@@ -48,8 +48,9 @@ TOLERANCE = 0.02
 LEARNING_RATE = 1e-4
 PLAIN = (
     "--no-megablocks-fused-loss --no-megablocks-fused-optimizer --megablocks-norm torch --megablocks-qkv-bias megatron "
-    "--megablocks-rope megatron --no-megablocks-gradient-accumulation-fusion"
+    "--megablocks-rope megatron"
 )
+NO_SUMS = "--no-megablocks-gradient-accumulation-fusion"  # of the experts; refused for a dense model
 
 
 class Arm(NamedTuple):
@@ -70,7 +71,7 @@ ARMS = {
     "dmoe-small": Arm("dMoE-Small", "dmoe/dmoe_125m_8gpu.sh", "--micro-batch-size 128"),
     "dmoe-small-64": Arm("dMoE-Small", "dmoe/dmoe_125m_8gpu.sh", "--micro-batch-size 64"),
     "dmoe-small-32": Arm("dMoE-Small", "dmoe/dmoe_125m_8gpu.sh", "--micro-batch-size 32"),
-    "dmoe-small-plain": Arm("dMoE-Small", "dmoe/dmoe_125m_8gpu.sh", f"--micro-batch-size 32 {PLAIN}"),
+    "dmoe-small-plain": Arm("dMoE-Small", "dmoe/dmoe_125m_8gpu.sh", f"--micro-batch-size 32 {PLAIN} {NO_SUMS}"),
     "dmoe-small-16": Arm("dMoE-Small", "dmoe/dmoe_125m_8gpu.sh", "--micro-batch-size 16"),
     "dmoe-small-megatron": Arm(
         "dMoE-Small", "dmoe/dmoe_125m_8gpu.sh", "--micro-batch-size 16 --megablocks-layer megatron"
@@ -131,7 +132,7 @@ ARMS |= {
 }
 _GRAPH = " --cuda-graph-impl full_iteration"
 ARMS |= {f"{name}-graph": ARMS[name]._replace(flags=ARMS[name].flags + _GRAPH)
-         for name in ("eight-1", "dmoe-xs", "dmoe-small-16")}  # fmt: skip
+         for name in ("eight-1", "dmoe-xs", "dmoe-small-16", "dense-small")}  # fmt: skip
 for _name in ("fine-1", "fine-ep2"):
     _arm = ARMS[_name]
     _flags = f"{_arm.flags} --moe-router-force-load-balancing"

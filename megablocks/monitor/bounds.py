@@ -26,8 +26,8 @@ class RunSizes:
 
     tokens: of one step, over all ranks. parameters: on the profiled rank, including expert_parameters. model_shards:
     tensor- times pipeline-parallel size. optimizer_shards: ranks that share the optimizer's state of a parameter;
-    expert_optimizer_shards: the same for a parameter of an expert, None for the same number. tokens_per_second: after
-    the profile, median over the log intervals.
+    expert_optimizer_shards: the same for a parameter of an expert, None for the same number. dropout: after attention
+    and MLP. tokens_per_second: after the profile, median over the log intervals.
     """
 
     shape: GPTShape
@@ -41,6 +41,7 @@ class RunSizes:
     optimizer_shards: int = 1
     expert_optimizer_shards: int | None = None
     element_bytes: int = 2
+    dropout: bool = False
     rotary: bool = False
     qk_norms: bool = False
     peak_memory_bytes: int | None = None
@@ -58,6 +59,7 @@ class RunSizes:
             model_shards=shards,
             optimizer_shards=world_size // shards if sharded else 1,
             expert_optimizer_shards=world_size // expert_shards if sharded else 1,
+            dropout=args.hidden_dropout > 0,
             rotary=args.position_embedding_type == "rope",
             **given,
         )
@@ -118,9 +120,10 @@ def _experts(run: RunSizes) -> Work:
 
 def _routing(run: RunSizes) -> Work:
     s = run.shape
-    # H: x is read forward and for the gradient of the weight, dx is written. E in float32, which is two elements: the
-    # logits are written, read forward and backward; their gradient is written and read twice.
-    moved = s.num_moe_layers * (3 * s.hidden_size + 6 * 2 * s.num_experts)
+    # H: x is read forward and for the gradient of the weight, dx is written; then it is added to the experts' dx. E in
+    # float32, which is two elements: the logits are written, read forward and backward; their gradient is written and
+    # read twice.
+    moved = s.num_moe_layers * (6 * s.hidden_size + 6 * 2 * s.num_experts)
     return Work(run.flops("router"), run.weights(run.matrices("router")) + run.activations(moved))
 
 
@@ -145,10 +148,13 @@ def _products(run: RunSizes) -> Work:
 
 
 def _norms(run: RunSizes) -> Work:
-    # Two a layer and one at the end, and those of q and k. Forward reads x, writes y; backward reads x, dy, writes dx.
     s = run.shape
-    normed = (2 * s.num_layers + 1) * s.hidden_size + run.qk_norms * s.num_layers * (s.query_width + s.key_width)
-    return Work(0, run.activations(5 * normed))
+    # Two residuals a layer, each with the norm of its sum. Forward reads the branch and the residual, writes the sum
+    # and its norm; backward reads both gradients and the sum, writes that of the sum and, with dropout, of the branch.
+    moved = 2 * s.num_layers * (8 + run.dropout) * s.hidden_size
+    # The first norm, and those of q and k. Forward reads x, writes y; backward reads x, dy, writes dx.
+    moved += 5 * (s.hidden_size + run.qk_norms * s.num_layers * (s.query_width + s.key_width))
+    return Work(0, run.activations(moved))
 
 
 def _embedding_and_loss(run: RunSizes) -> Work:
@@ -160,11 +166,8 @@ def _embedding_and_loss(run: RunSizes) -> Work:
 
 def _elementwise(run: RunSizes) -> Work:
     s = run.shape
-    # Two residuals a layer. Forward reads the branch and the residual, writes the sum; backward reads the gradient of
-    # the sum and writes that of the branch, which dropout changes, and reads that of the residual to add it.
-    moved = 2 * 6 * s.num_layers * s.hidden_size
     # Activations of dense layers. Forward reads the up product, writes; backward reads both and writes one.
-    moved += (s.num_layers - s.num_moe_layers) * s.ffn_hidden_size * (3 * s.up_products + 2)
+    moved = (s.num_layers - s.num_moe_layers) * s.ffn_hidden_size * (3 * s.up_products + 2)
     # Rotary embedding reads and writes q and k, forward and backward.
     moved += run.rotary * s.num_layers * 4 * (s.query_width + s.key_width)
     return Work(0, run.activations(moved))

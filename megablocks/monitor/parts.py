@@ -45,13 +45,16 @@ RULES = (
     # clipping and from the guard against NaN.
     Rule("gradients", op=r"AccumulateGrad$|^Optimizer\.zero_grad#|(vector|foreach)_norm$|l2norm", within=r"^gradients$",
          kernel=r"l2norm|^_square_sum_kernel"),
-    # Autograd adds the two gradients of a residual before it calls the node of the op that used both.
-    Rule("elementwise", op=r"^aten::add_?\nautograd::engine::evaluate_function"),
+    # Autograd adds the two gradients of a tensor before it calls the node that made it: a residual, or the tokens that
+    # go to the router and to the experts.
+    Rule("routing", op=r"^aten::add_?\nautograd::engine::evaluate_function: RouterGating"),
+    Rule("norms", op=r"^aten::add_?\nautograd::engine::evaluate_function"),
     Rule("embedding and loss", op=r"(?i)cross_?entropy|embedding",
          kernel=r"(?i)cross_?entropy|nll|embedding|^_(sums|gradient)_kernel", within=r"^embedding and loss$"),
     Rule("attention", op=r"attention", kernel=r"(?i)flash|fmha|sdpa|attention"),
     Rule("norms", op=r"(?i)(layer|rms)_?norm|^(megablocks::)?(add_)?norm(_b|B|$)",
-         kernel=r"(?i)(layer|rms)_?norm|\bln_[fb]wd|^_norm_", within=r"^norms$"),
+         kernel=r"(?i)(layer|rms)_?norm|\bln_[fb]wd|^_(norm|add_partials)_|^triton_\w+_native_dropout",
+         within=r"^norms$"),
     Rule("routing", op=rf"^(megablocks::)?({_ROUTING_OPS})(Backward)?$|RouterGating|AuxLoss|topk",
          kernel=rf"^(_({_ROUTING_KERNELS})|limit)_kernel|(?i:topk)", within=r"^routing$"),
     Rule(COPIES, op=r"^aten::(copy_|contiguous|clone|_to_copy|to|cat)$", kernel=r"^Mem(cpy|set)"),
@@ -64,7 +67,8 @@ RULES = (
     Rule("elementwise", op=r"dropout|^CompiledFunction|^aten::(gelu|silu|relu)", kernel=r"^triton_|^_rope_kernel",
          within=r"^elementwise$"),
 )  # fmt: skip
-"""Rules in order: the first that fits counts. In a CUDA graph only the names of kernels are known."""
+"""Rules in order: the first that fits counts. Residuals and their dropout count as norms, since one kernel
+computes both. In a CUDA graph only the names of kernels are known."""
 
 
 def part_of(kernel: Kernel) -> str:

@@ -132,7 +132,7 @@ def layer_activations(m: Model) -> dict[str, float]:
     # Both norms save their input, and its mean and scale in float32.
     parts = {"attention": attention, "norms": 2 * input_ + 2 * n.rank * 8}
     if m.hidden_dropout:
-        parts["dropout masks"] = 2 * n.rank * m.hidden_size
+        parts["dropout masks"] = 2 * n.rank * m.hidden_size / 8  # bits
     share = s.num_moe_layers / s.num_layers
     if share < 1:
         parts["dense MLP"] = (1 - share) * (input_ + n.group * (s.up_products + 1) * s.ffn_hidden_size * e / tp)

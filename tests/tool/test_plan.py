@@ -24,47 +24,53 @@ from megablocks.tool.model import Model
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks/results/h200"
-MEASURED = {arm["arm"]: arm for arm in json.loads((RESULTS / "training_step.json").read_text())["records"]}
 INPUTS = json.loads((ROOT / "benchmarks/scaling_inputs.json").read_text())
-STEPS = {one["arm"]: one for one in INPUTS["steps"] if one["arm"] in MEASURED}
+STEPS = {one["arm"]: one for one in INPUTS["steps"]}
 ROWS = {
-    arm: Model(**INPUTS["models"][one["model"]], **{k: v for k, v in one.items() if k not in ("arm", "model", "sets")})
+    arm: Model(
+        **INPUTS["models"][one["model"]]
+        | {name: value for name, value in one.items() if name not in ("arm", "file", "model", "sets")}
+    )
     for arm, one in STEPS.items()
 }
-NOT_PLANNED = ("before", "at first", "with our dropout")  # other code than that of the package
-MEGATRONS_ROTATION = {"dmoe-fine", "dmoe-fine-16", "dmoe-fine-32"}
-SMALL = ROWS["dmoe-small-128"]
-FINE = dataclasses.replace(ROWS["dmoe-fine-32 with our rotary embedding"], micro_batch_size=8)
+SMALL = ROWS["dmoe-small"]
+FINE = dataclasses.replace(ROWS["dmoe-fine-32"], micro_batch_size=8)
 FLAGS = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2".split()
 DRIVER_FLAGS = [*FLAGS, *"--max-position-embeddings 32 --position-embedding-type rope --vocab-size 64 --bf16".split()]
 
 
-def test_every_measured_step_is_compared_and_enough_set_nothing() -> None:
-    others = (
-        {arm for arm in MEASURED if arm.endswith(NOT_PLANNED)} | MEGATRONS_ROTATION | {"dmoe-small"}
-    )  # a repetition
-    assert set(ROWS) == set(MEASURED) - others
-    free = [ROWS[arm] for arm, one in STEPS.items() if "sets" not in one]
+def _runs(arm: str) -> list[dict[str, Any]]:
+    kept = json.loads((RESULTS / f"{STEPS[arm].get('file', 'training_step')}.json").read_text())["records"]
+    return [one for one in kept if one["arm"] == arm]
+
+
+MEASURED = [arm for arm in STEPS if _runs(arm)]
+
+
+def test_the_newest_steps_are_compared_and_enough_set_nothing() -> None:
+    newest = json.loads((RESULTS / "training_step_2026_11_30.json").read_text())["records"]
+    assert {one["arm"] for one in newest} <= {*MEASURED, "dense-small-graph"}
+    free = [ROWS[arm] for arm in MEASURED if "sets" not in STEPS[arm]]
     assert len(free) >= 5 and {m.gpus for m in free} == {1, 2}
 
 
-@pytest.mark.parametrize("arm", ROWS)
+@pytest.mark.parametrize("arm", MEASURED)
 def test_a_measured_step_is_within_the_error_bars(arm: str) -> None:
-    found, time, measured = memory.memory(ROWS[arm]), step_time.step_time(ROWS[arm]), MEASURED[arm]
-    assert found.error_bar == 0.10
-    if measured["peak_gib"] is not None:
-        assert found.peak / memory.GIB == pytest.approx(measured["peak_gib"], rel=0.10)
+    found, time = memory.memory(ROWS[arm]), step_time.step_time(ROWS[arm])
     assert time is not None and time.error_bar == 0.20
-    assert time.milliseconds == pytest.approx(measured["ms"], rel=0.15)
+    assert found.error_bar == 0.10
+    for one in _runs(arm):
+        assert found.peak / memory.GIB == pytest.approx(one["peak_gib"], rel=0.10)
+        assert one["ms"] == pytest.approx(time.milliseconds, rel=0.15)
     assert time.tokens_per_second == pytest.approx(ROWS[arm].tokens / time.milliseconds * 1e3)
 
 
 FINE_XS = {"num_experts": 128, "moe_router_topk": 8, "moe_ffn_hidden_size": 256}
 SHARED = {**FINE_XS, "moe_router_topk": 7, "moe_shared_expert_intermediate_size": 256}
 RUNS = [  # model and arm of the comparisons, how many runs there are, the planned row that it is, with what changes
-    ("xs", "dense", 7, "dense-xs-128", {}), ("xs", "dmoe", 7, "dmoe-xs-128", {}),
-    ("xs", "fine", 3, "dmoe-xs-128", FINE_XS), ("xs", "fine-shared", 4, "dmoe-xs-128", SHARED),
-    ("small", "dense", 1, "dense-small", {}), ("small", "dmoe", 1, "dmoe-small-128", {"micro_batch_size": 64}),
+    ("xs", "dense", 7, "dense-xs", {}), ("xs", "dmoe", 7, "dmoe-xs", {}),
+    ("xs", "fine", 3, "dmoe-xs", FINE_XS), ("xs", "fine-shared", 4, "dmoe-xs", SHARED),
+    ("small", "dense", 1, "dense-small", {}), ("small", "dmoe", 1, "dmoe-small", {"micro_batch_size": 64}),
 ]  # fmt: skip
 
 
@@ -84,28 +90,26 @@ def test_a_run_of_a_comparison_is_within_the_error_bars(
         assert time is not None and (found.error_bar, time.error_bar) == (0.10, 0.20)
         assert m.micro_batch_size == one["micro_batch"] and m.global_batch_size == one["batch"]
         assert found.peak / memory.GIB == pytest.approx(one["peak_gib"], rel=0.10)
-        assert time.milliseconds == pytest.approx(one["step_ms"], rel=0.20)
+        if one["environment"]["commit"] != "d8d80be":  # other models trained on its host at the same time
+            assert one["step_ms"] == pytest.approx(time.milliseconds, rel=0.20)
 
 
-LATER = {  # files of steps of later code, and which planned row each arm is
+OTHERS = {  # files with steps of other code or another GPU, and which planned row each arm is
     "h100/training_step.json": {
-        "dmoe-xs": "dmoe-xs-128", "dense-xs": "dense-xs-128", "dense-small": "dense-small",
-        "dmoe-small-16": "dmoe-small-32", "eight-1": "eight-1",
+        "dmoe-xs": "dmoe-xs", "dense-xs": "dense-xs", "dense-small": "dense-small", "dmoe-small-16": "dmoe-small-16",
+        "eight-1": "eight-1",
     },
     "h200/training_step_2026_11_26.json": {
-        "dmoe-xs": "dmoe-xs-128", "dense-xs": "dense-xs-128", "dense-small": "dense-small",
-        "dmoe-small": "dmoe-small-128", "dmoe-small-32": "dmoe-small-32", "dmoe-small-16": "dmoe-small-32",
-        "small-1": "small-1", "small-ep2": "small-ep2", "fine-1": "fine-1", "fine-ep2": "fine-ep2",
-        "fine-1-balanced": "fine-1", "fine-ep2-balanced": "fine-ep2",
+        "dmoe-xs": "dmoe-xs", "dense-xs": "dense-xs", "dense-small": "dense-small", "dmoe-small": "dmoe-small",
+        "fine-1": "fine-1",
     },
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("file", "arm"), [(file, arm) for file, arms in LATER.items() for arm in arms])
-def test_a_step_of_later_code_is_within_the_error_bars(file: str, arm: str) -> None:
+@pytest.mark.parametrize(("file", "arm"), [(file, arm) for file, arms in OTHERS.items() for arm in arms])
+def test_a_step_of_other_code_or_another_gpu_is_within_the_error_bars(file: str, arm: str) -> None:
     kept = json.loads((RESULTS.parent / file).read_text())
-    m = _with(ROWS[LATER[file][arm]], gpu=kept["environment"]["gpu"])
-    m = _with(m, micro_batch_size=16) if arm == "dmoe-small-16" else m
+    m = _with(ROWS[OTHERS[file][arm]], gpu=kept["environment"]["gpu"])
     found, time = memory.memory(m), step_time.step_time(m)
     measured = [one for one in kept["records"] if one["arm"] == arm]
     assert time is not None and measured
@@ -115,21 +119,16 @@ def test_a_step_of_later_code_is_within_the_error_bars(file: str, arm: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("profile", "arm", "set_by_it"),
-    [
-        ("dmoe_small", "dmoe-small-128", True), ("dmoe_fine", "dmoe-fine-32 with our rotary embedding", True),
-        ("dense_small", "dense-small-128", False), ("dmoe_small_two_gpus", "small-ep2", False),
-    ],
-)  # fmt: skip
-def test_each_part_is_that_of_its_profile(profile: str, arm: str, set_by_it: bool) -> None:
+    ("profile", "arm", "size"),
+    [("dmoe_small", "dmoe-small", 128), ("dmoe_fine", "dmoe-fine-32", 32), ("dense_small", "dense-small", 128)],
+)
+def test_each_part_is_that_of_its_profile(profile: str, arm: str, size: int) -> None:
     parts = json.loads((RESULTS / f"profiles/{profile}.json").read_text())["parts"]
     measured = {one["part"]: one["ms"] for one in parts}
-    planned = step_time.step_time(ROWS[arm]).parts  # type: ignore[union-attr]
-    if not set_by_it:  # it had the bias of q, k and v in a pass of its own; on two GPUs experts include the exchange
-        measured["dense products"] -= 9.08 if profile == "dense_small" else 0.0
-        measured.pop("experts", None)
-        measured.pop("routing", None)  # its bound is bytes; on two GPUs launches cost as much
-    for part in step_time.TIMES.keys() & measured.keys() - {"gradients"} | {"attention"}:
+    planned = step_time.step_time(_with(ROWS[arm], micro_batch_size=size)).parts  # type: ignore[union-attr]
+    if profile == "dense_small":  # a dense layer sums a bias's gradient in a pass of its own, which is not planned
+        assert 1 < measured.pop("elementwise") / planned["elementwise"] < 1.2
+    for part in step_time.TIMES.keys() & planned.keys() & measured.keys() - {"gradients"} | {"attention"}:
         assert planned[part] == pytest.approx(measured[part], rel=0.07), part
     # What adds up gradients of tokens counts as copies in the plan.
     both = planned["gradients"] + planned["copies"], measured["gradients"] + measured["copies"]
@@ -150,7 +149,7 @@ def test_small_steps_wait_for_the_host_and_ranks_for_one_another() -> None:
 
 
 def test_a_dense_model_that_waits_for_the_host_has_no_error_bar(capsys: pytest.CaptureFixture[str]) -> None:
-    dense = ROWS["dense-small"]  # 236 ms of the GPU, 9.4 + 2 · 12 · 5.9 of the host
+    dense = ROWS["dense-small"]  # 220 ms of the GPU, 9.4 + 2 · 12 · 5.9 of the host
     bars = {1: None, 16: None, 32: None, 64: 0.20, 128: 0.20}  # at 32 the host takes 293 ms
     for size, bar in bars.items():
         time = step_time.step_time(_with(dense, micro_batch_size=size))
@@ -169,12 +168,12 @@ def test_a_dense_model_that_waits_for_the_host_has_no_error_bar(capsys: pytest.C
 
 
 def test_the_verdict_names_the_error_bar_that_it_counts() -> None:
-    """By hand: dMoE-Small with micro-batches of 128 needs 104.4 GiB; the bar is 10 % of the peak of 100.8."""
+    """By hand: dMoE-Small with micro-batches of 128 needs 102.4 GiB; the bar is 10 % of the peak of 98.8."""
     found = memory.memory(SMALL)
     for capacity, fits, start in (
-        (114.6, "yes", "fits: 104.4 ± 10.1 of 114.6 GiB"),
-        (114.4, "maybe", "may not fit: 104.4 ± 10.1 of 114.4 GiB; --micro-batch-size 64 needs 84.5 ± 8.1"),
-        (104.3, "no", "does not fit: 104.4 ± 10.1 of 104.3 GiB; --micro-batch-size 64 needs 84.5 ± 8.1"),
+        (112.4, "yes", "fits: 102.4 ± 9.9 of 112.4 GiB"),
+        (112.2, "maybe", "may not fit: 102.4 ± 9.9 of 112.2 GiB; --micro-batch-size 64 needs 83.5 ± 8.0"),
+        (102.3, "no", "does not fit: 102.4 ± 9.9 of 102.3 GiB; --micro-batch-size 64 needs 83.5 ± 8.0"),
     ):
         assert plan.verdict(SMALL, found, capacity) == (fits, start)
 
@@ -186,7 +185,7 @@ def test_a_gpu_of_unknown_memory_keeps_all_logits() -> None:
     assert found.parts["loss: kept logits"] == 8 * 2**30 < SMALL.kept_logits
     assert found.peak == memory.memory(SMALL).peak
     _, line = plan.verdict(unknown, found, None)
-    assert line == "needs 104.4 ± 10.1 GiB a GPU, if it keeps all logits; the memory of Some New GPU is unknown here"
+    assert line == "needs 102.4 ± 9.9 GiB a GPU, if it keeps all logits; the memory of Some New GPU is unknown here"
     none = _with(unknown, fused_loss_kept_gib=0.0)
     assert "loss: kept logits" not in memory.memory(none).parts
     assert "logits" not in plan.verdict(none, memory.memory(none), None)[1]
@@ -202,7 +201,7 @@ def test_attention_pays_for_exponentials_and_dropout_by_hand() -> None:
     assert attention(wide) / attention(FINE) == pytest.approx((1 + 2 * 256 / 14 / 128) / (1 + 2 * 256 / 14 / 64))
     scores = 64 * 4096 * 2048 * 12 * 24  # tokens, half of the sequence, heads, layers
     dropped = attention(_with(FINE, attention_dropout=0.1)) - attention(FINE)
-    assert dropped == pytest.approx(2 * 1281 * scores / 989.4e12 * 1e3)
+    assert dropped == pytest.approx(2 * 1284 * scores / 989.4e12 * 1e3)
     grouped, plain = (step_time.step_time(_with(FINE, num_query_groups=n)) for n in (3, 12))
     more = 4 * (12 + 3) * 64 * 64 * 4096 * 24 * 2 / 4.8e12 * 1e3
     assert grouped is not None and plain is not None
@@ -223,20 +222,20 @@ def _driver_flags(script: str, flags: str, tmp_path: Path, world: int = 1) -> li
 @pytest.mark.parametrize(
     ("name", "script", "flags"),
     [
-        ("dmoe-small-64", "dmoe/dmoe_125m_8gpu.sh", "--global-batch-size 128 --micro-batch-size 64"),
+        ("dmoe-small", "dmoe/dmoe_125m_8gpu.sh", "--global-batch-size 128 --micro-batch-size 128"),
         ("dmoe-xs", "dmoe/dmoe_46m_8gpu.sh", "--global-batch-size 128 --micro-batch-size 128"),
         ("dense-small", "gpt2/gpt2_125m_8gpu.sh", "--global-batch-size 128 --micro-batch-size 64"),
         (
-            "dmoe-fine-32 with our rotary embedding",
+            "dmoe-fine-32",
             "dmoe/dmoe_fine_1gpu.sh",
-            "--global-batch-size 64 --micro-batch-size 32 --megablocks-fused-loss-kept-gib 13.98",
+            "--global-batch-size 64 --micro-batch-size 32",
         ),
     ],
 )
 def test_the_drivers_flags_mean_the_same(name: str, script: str, flags: str, tmp_path: Path) -> None:
     pytest.importorskip("megatron.training")
     before = dict(os.environ)
-    found, _ = plan.model_of(["--", *_driver_flags(script, f"--megablocks-fused-loss-kept-gib 4 {flags}", tmp_path)])
+    found, _ = plan.model_of(["--", *_driver_flags(script, flags, tmp_path)])
     assert os.environ == before
     assert plan.report(found)["memory"] == plan.report(ROWS[name])["memory"]
     assert plan.report(found)["step"] == plan.report(ROWS[name])["step"]
@@ -401,7 +400,7 @@ def test_a_model_that_does_not_fit_exits_1_and_says_what_to_change(capsys: pytes
     large = ["--micro-batch-size", "512", "--global-batch-size", "512"]
     assert main(["plan", *words, *large]) == 1
     line = capsys.readouterr().out.splitlines()[-1]
-    assert line.startswith("does not fit: ") and "; --micro-batch-size 128 needs 104." in line
+    assert line.startswith("does not fit: ") and "; --micro-batch-size 128 needs 102." in line
     assert main(["plan", *words, "--gpu", "NVIDIA H100 80GB HBM3"]) == 1
     assert "does not fit" in capsys.readouterr().out.splitlines()[-1]
     assert main(["plan", *words, "--gpu", "Some New GPU"]) == 0
