@@ -33,12 +33,20 @@ class Terms(NamedTuple):
     p: float
 
 
+class Normalized(NamedTuple):
+    """What a norm computed with a sum: by: the norm, y: its result, scale: its factor of each row."""
+
+    by: Norm
+    y: Tensor
+    scale: Tensor
+
+
 class Norm(torch.nn.Module):
     """Normalizes (…, H) over H by `config.normalization`. Parameters: weight (H,) and, for LayerNorm, bias (H,).
 
-    Called with `Terms`, it returns their sum, with the sum's norm as an attribute. Called with this sum, it returns the
-    attribute, so nothing may write to the sum in between. Both are calls of the module, because the hooks of Megatron's
-    distributed optimizer wait for the weights.
+    Called with `Terms`, it returns their sum, with a `Normalized` as an attribute. Called with this sum, it returns the
+    norm from there, so nothing may write to the sum in between. Both are calls of the module, because the hooks of
+    Megatron's distributed optimizer wait for the weights.
 
     The arguments are those of Megatron's LayerNormBuilder. `persist_layer_norm`, which selects a kernel of apex, has no
     effect. Raises ConfigError for a normalization other than LayerNorm or RMSNorm.
@@ -72,16 +80,17 @@ class Norm(torch.nn.Module):
 
     def forward(self, x: Tensor | Terms) -> Tensor:
         if isinstance(x, Terms):
-            total, y = add_norm(
+            total, y, scale = add_norm(
                 x.x, x.residual, self.weight, self.bias,
                 x_bias=x.bias, p=x.p, eps=self.eps, zero_centered=self.zero_centered,
             )  # fmt: skip
-            total.normalized = self, y  # type: ignore[attr-defined]
+            total.normalized = Normalized(self, y, scale)  # type: ignore[attr-defined]
             return total
-        owner, y = getattr(x, "normalized", (None, x))
+        made: Normalized | None = getattr(x, "normalized", None)
         # A checkpoint computes without a graph, and then gives the sum one, which its norm lacks.
-        if owner is self and y.requires_grad == (x.requires_grad and torch.is_grad_enabled()):
-            return y
+        if made is not None and made.by is self:
+            if made.y.requires_grad == (x.requires_grad and torch.is_grad_enabled()):
+                return made.y
         if self.is_fused(x):
             return norm(x, self.weight, self.bias, eps=self.eps, zero_centered=self.zero_centered)
         weight = self.weight + 1 if self.zero_centered else self.weight

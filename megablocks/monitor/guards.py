@@ -64,8 +64,10 @@ class LayerSentinels:
 
     Args:
         layers: modules in the order of computation. Each returns a tensor, or a tuple whose first element is a tensor.
-            If the tensor has an attribute `normalized`, one node of the graph computed it and its norm. This node adds
-            both gradients; the last gradient with more than one dimension that it returns is the output's.
+            If the tensor has an attribute `normalized`, one node of the graph computed it and its norm, and the norm's
+            factor of each row, `normalized.scale`. The node adds both gradients; the last gradient with more than one
+            dimension that it returns is the output's. Then a flag needs no pass over all values: a NaN or Inf in a row
+            makes its factor NaN or 0, and the backward of a norm spreads it over the row's whole gradient.
         names: the names of the layers in `first_bad`.
     """
 
@@ -84,8 +86,10 @@ class LayerSentinels:
             out = output[0] if isinstance(output, tuple) else output
             if not module.training or not isinstance(out, Tensor):
                 return
-            self._forward[index].logical_or_(is_bad(out))
-            if out.grad_fn is not None and hasattr(out, "normalized"):
+            normalized = getattr(out, "normalized", None)
+            bad = is_bad(out) if normalized is None else ~(normalized.scale > 0).all()
+            self._forward[index].logical_or_(bad)
+            if out.grad_fn is not None and normalized is not None:
                 out.grad_fn.register_hook(watch_node)
             elif out.requires_grad:
                 out.register_hook(watch_gradient)
@@ -93,7 +97,7 @@ class LayerSentinels:
         def watch_node(grads: Sequence[Tensor | None], _: Any) -> None:
             sums = [grad for grad in grads if grad is not None and grad.dim() > 1]
             if sums:  # otherwise only parameters need a gradient
-                watch_gradient(sums[-1])
+                watch_gradient(sums[-1][..., 0])
 
         def watch_gradient(grad: Tensor) -> None:
             self._backward[index].logical_or_(is_bad(grad))

@@ -174,7 +174,7 @@ def add_norm(
     p: float = 0.0,
     eps: float,
     zero_centered: bool = False,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """residual + dropout(x + x_bias), and its LayerNorm, or RMSNorm without a bias, over the last dimension H.
 
     Args:
@@ -186,7 +186,8 @@ def add_norm(
         eps, zero_centered: as in `megablocks.ops.norm.norm`.
 
     Returns:
-        The sum and its norm, both (…, H) in x's dtype.
+        The sum and its norm, both (…, H) in x's dtype, and the norm's factor r of each row, in float32 (float64 for
+        float64) without a gradient.
 
     Raises:
         ValueError: shapes or dtypes that do not fit, p that is not in [0, 1), or a negative eps.
@@ -199,5 +200,5 @@ def add_norm(
         raise ValueError(f"p={p}: must be >= 0 and < 1")
     options = AddNormOptions(min(round(p * 2**DROP_BITS), 2**DROP_BITS - 1), eps, float(zero_centered))
     seed = torch.empty((), dtype=torch.int64, device=x.device).random_() if options.drops else None
-    out, y, *_ = add_norm_op(x, x_bias, residual, seed, weight, bias, options)
-    return out, y
+    out, y, _, rstd, _ = add_norm_op(x, x_bias, residual, seed, weight, bias, options)
+    return out, y, rstd

@@ -165,7 +165,7 @@ def _checkpointed() -> dict[str, Any]:
             result = run(around, reentrant, *terms)
             (result * torch.linspace(-1, 1, result.numel()).view_as(result)).sum().backward()
             out[f"{around} {reentrant}"] = [result.detach(), *(t.grad for t in (*terms, *norm.parameters()))]
-        kept = weakref.ref(add(*terms).normalized[1])  # type: ignore[attr-defined]
+        kept = weakref.ref(add(*terms).normalized.y)  # type: ignore[attr-defined]
         out["kept"] = kept() is not None
         torch.manual_seed(5)
         total = addition(True, True)((x, bias), residual, 0.25)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -61,28 +62,33 @@ def test_is_bad_finds_one_value_anywhere(dtype: torch.dtype, value: float) -> No
     assert not is_bad(torch.full((4,), torch.finfo(dtype).max, dtype=dtype))
 
 
+KINDS = ("", "LayerNorm", "RMSNorm")
+
+
 class _Layer(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = torch.nn.Linear(4, 4)
-        self.hurt, self.normalized = "", False
+        self.hurt, self.normalized = "", ""
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
         out = self.linear(x)
-        if self.hurt == "forward":
-            out = out + torch.tensor([0.0, math.nan, 0.0, 0.0])
+        if self.hurt.startswith("forward"):
+            bad = float(self.hurt.split()[1])
+            out = out + torch.tensor([[0.0, bad, 0.0, 0.0], *[[0.0] * 4] * 4])
         if self.hurt == "backward":
             out.register_hook(lambda grad: grad * math.inf)
             out = out.clone()
         if self.normalized:
-            scale, weight = (1e-20, 1e10) if self.hurt == "norm" else (1.0, 1.0)
-            out, y = add_norm(scale * out, torch.zeros_like(out), torch.full((4,), weight), None, eps=2e-38)
-            out.normalized = None, y
+            factor, weight = (1e-20, 1e10) if self.hurt == "norm" else (1.0, 1.0)
+            bias = torch.zeros(4) if self.normalized == "LayerNorm" else None
+            out, y, scale = add_norm(factor * out, torch.zeros_like(out), torch.full((4,), weight), bias, eps=2e-38)
+            out.normalized = SimpleNamespace(y=y, scale=scale)
         return out, None
 
 
-def _run(hurt: int | None, how: str = "", normalized: bool = False) -> LayerSentinels:
-    """A step of three layers. normalized: an output has an attribute, which the next layer reads in its place."""
+def _run(hurt: int | None, how: str = "", normalized: str = "") -> LayerSentinels:
+    """A step of three layers. normalized: a kind of norm. Outputs then have its result, which the next layer reads."""
     layers = [_Layer() for _ in range(3)]
     sentinels = LayerSentinels(layers, ["layer 1", "layer 2", "layer 3"], "cpu")
     if hurt is not None:
@@ -91,20 +97,23 @@ def _run(hurt: int | None, how: str = "", normalized: bool = False) -> LayerSent
     for layer in layers:
         layer.normalized = normalized
         x, _ = layer(x)
-        x = x.normalized[1] if normalized else x
+        x = x.normalized.y if normalized else x
     (x.square() if how != "norm" else 1e10 * x).sum().backward()
     sentinels.end_step(torch.tensor(False))
     return sentinels
 
 
+@pytest.mark.parametrize("normalized", KINDS)
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
 @pytest.mark.parametrize("layer", [0, 1, 2])
-def test_N3_sentinels_name_the_layer_of_a_forward_nan(layer: int) -> None:
-    assert _run(layer, "forward").first_bad() == ("forward", f"the output of layer {layer + 1}")
+def test_N3_sentinels_name_the_layer_of_a_bad_value_in_forward(layer: int, value: str, normalized: str) -> None:
+    found = _run(layer, f"forward {value}", normalized).first_bad()
+    assert found == ("forward", f"the output of layer {layer + 1}")
 
 
-@pytest.mark.parametrize("normalized", [False, True])
+@pytest.mark.parametrize("normalized", KINDS)
 @pytest.mark.parametrize("layer", [1, 2])
-def test_N3_sentinels_name_the_layer_of_a_backward_inf(layer: int, normalized: bool) -> None:
+def test_N3_sentinels_name_the_layer_of_a_backward_inf(layer: int, normalized: str) -> None:
     # The backward of layer `layer` computes a bad gradient, which is the gradient of the previous layer's output.
     sentinels = _run(layer, "backward", normalized)
     assert sentinels.first_bad() == ("backward", f"the backward of layer {layer + 1}")
@@ -116,16 +125,16 @@ def test_N3_sentinels_name_the_layer_of_a_backward_inf(layer: int, normalized: b
 
 def test_N3_sentinels_name_a_norm_that_was_computed_with_its_sum() -> None:
     """The gradient that arrives is finite. What the norm makes of it is not."""
-    assert _run(2, "norm", True).first_bad() == ("backward", "the backward of the output layer")
+    assert _run(2, "norm", "RMSNorm").first_bad() == ("backward", "the backward of the output layer")
 
 
 def test_N3_sentinels_report_nothing_on_a_good_step_or_in_evaluation() -> None:
-    assert _run(None).first_bad() == _run(None, normalized=True).first_bad() == (None, None)
+    assert _run(None).first_bad() == _run(None, normalized="RMSNorm").first_bad() == (None, None)
     layer = _Layer()
     sentinels = LayerSentinels([layer], ["layer 1"], "cpu")
-    layer.hurt = "forward"
+    layer.hurt = "forward nan"
     layer.eval()
-    layer(torch.randn(2, 4))
+    layer(torch.randn(5, 4))
     sentinels.end_step(torch.tensor(False))
     assert sentinels.first_bad() == (None, None)
 

@@ -124,8 +124,9 @@ def test_the_op_has_every_gradient_and_draws_its_mask_from_the_generator(p: floa
     def run(seed: int) -> list[Tensor]:
         torch.manual_seed(seed)
         options: dict[str, Any] = {"x_bias": leaves[1], "p": p, "eps": EPS}
-        out, y = add_norm(leaves[0], leaves[2], leaves[3], leaves[4], **options)
-        assert out.shape == y.shape == x.shape and not out._is_view()
+        out, y, scale = add_norm(leaves[0], leaves[2], leaves[3], leaves[4], **options)
+        assert out.shape == y.shape == x.shape and not out._is_view() and not scale.requires_grad
+        torch.testing.assert_close(scale, (out.flatten(0, -2).var(1, correction=0) + EPS).rsqrt())
         return [out, y, *torch.autograd.grad([out, y], leaves, [d_out, dy])]
 
     found, again, other = run(3), run(3), run(4)
@@ -139,12 +140,12 @@ def test_the_op_has_every_gradient_and_draws_its_mask_from_the_generator(p: floa
 def test_one_of_both_results_and_frozen_parameters_are_enough() -> None:
     x, _, residual, weight, bias, *_ = draw(4, 16, torch.float32, True, True)
     x.requires_grad_()
-    out, y = add_norm(x, residual, weight, bias, eps=EPS)
+    out, y, _ = add_norm(x, residual, weight, bias, eps=EPS)
     assert torch.equal(torch.autograd.grad(out.sum(), x, retain_graph=True)[0], torch.ones_like(x))
     expected = torch.autograd.grad(F.layer_norm(x + residual, (16,), weight, bias, EPS).square().sum(), x)[0]
     torch.testing.assert_close(torch.autograd.grad(y.square().sum(), x)[0], expected)
     empty = torch.empty(0, 3, 16, device=DEVICE, requires_grad=True)
-    out, y = add_norm(empty, empty.detach(), weight, None, p=0.5, eps=EPS)
+    _, y, _ = add_norm(empty, empty.detach(), weight, None, p=0.5, eps=EPS)
     assert torch.autograd.grad(y.sum(), empty)[0].shape == empty.shape
 
 
@@ -169,7 +170,7 @@ def test_the_mask_keeps_its_share() -> None:
     ones = torch.ones(256, 1024, device=DEVICE)
     torch.manual_seed(1)
     for p in (0.1, 0.5, 1 - 2.0**-16):
-        out, _ = add_norm(ones, torch.zeros_like(ones), ones[0], None, p=p, eps=EPS)
+        out, *_ = add_norm(ones, torch.zeros_like(ones), ones[0], None, p=p, eps=EPS)
         assert abs(float((out == 0).float().mean()) - p) < 5 * (p * (1 - p) / ones.numel()) ** 0.5 + 1e-6
 
 
