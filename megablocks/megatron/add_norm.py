@@ -3,7 +3,7 @@
 Megatron's layer adds a part's output to the residual (`bias_dropout_add`), and then calls the norm of the next part.
 `AddNorm` replaces the addition: it calls this norm with the terms. The norm computes their sum and the sum's norm by
 one op, and returns the sum. When Megatron then calls it with this sum, it returns the norm that it has. Where no norm
-of the same pipeline stage follows, with full recomputation and with FSDP, Megatron's own function adds.
+of the same pipeline stage follows, and where `_fits` or the norm's `takes` says no, Megatron's own function adds.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
@@ -47,13 +48,21 @@ def install() -> None:
     wrap(TransformerBlock, _build_layers=_build_layers)
 
 
+def _fits(config: TransformerConfig) -> bool:
+    """Whether norms are used as they are computed with a sum, and sums stay in memory for backward.
+
+    Recomputed norms, and layers that Megatron's overlapped schedule separates, would compute them again.
+    """
+    again = config.recompute_granularity == "full" or "layernorm" in (config.recompute_modules or ())
+    moved = config.fine_grained_activation_offloading or config.cpu_offloading
+    return not (again or moved or config.overlap_moe_expert_parallel_comm)
+
+
 def _build_layers(original: Callable[..., None], block: TransformerBlock) -> None:
     """Wraps `TransformerBlock._build_layers`."""
     original(block)
     layers: list[Any] = list(block.layers)
-    if block.config.recompute_granularity == "full":  # the norms would be computed in vain
-        return
-    if not all(isinstance(layer, TransformerLayer) for layer in layers):
+    if not _fits(block.config) or not all(isinstance(layer, TransformerLayer) for layer in layers):
         return
     norms = [*(layer.input_layernorm for layer in layers), block.final_layernorm]
     for layer, next_norm in zip(layers, norms[1:], strict=True):  # a pipeline stage may have no layer

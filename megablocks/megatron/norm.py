@@ -34,18 +34,19 @@ class Terms(NamedTuple):
 
 
 class Normalized(NamedTuple):
-    """What a norm computed with a sum: by: the norm, y: its result, scale: its factor of each row."""
+    """What the norm `by` computed with a sum: its result y and its factor of each row. version: of the sum's values."""
 
     by: Norm
     y: Tensor
     scale: Tensor
+    version: int
 
 
 class Norm(torch.nn.Module):
     """Normalizes (…, H) over H by `config.normalization`. Parameters: weight (H,) and, for LayerNorm, bias (H,).
 
     Called with `Terms`, it returns their sum, with a `Normalized` as an attribute. Called with this sum, it returns the
-    norm from there, so nothing may write to the sum in between. Both are calls of the module, because the hooks of
+    norm from there, unless something has written to the sum. Both are calls of the module, because the hooks of
     Megatron's distributed optimizer wait for the weights.
 
     The arguments are those of Megatron's LayerNormBuilder. `persist_layer_norm`, which selects a kernel of apex, has no
@@ -59,6 +60,7 @@ class Norm(torch.nn.Module):
         self.normalized_shape = (hidden_size,)
         self.eps = eps
         self.fused = settings_of(config).norm != "torch"
+        self.split = False
         self.zero_centered = config.layernorm_zero_centered_gamma
         initial = torch.zeros if self.zero_centered else torch.ones
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
@@ -74,9 +76,16 @@ class Norm(torch.nn.Module):
         return self.fused and kernels_take(x)
 
     def takes(self, terms: Terms) -> bool:
-        """Whether the norm can be called with the terms, and outside of its layer, which FSDP gathers weights for."""
-        same = terms.x.dtype == terms.residual.dtype
-        return same and terms.p < 1 and self.is_fused(terms.x) and not is_split(self.weight)
+        """Whether the norm can be called with the terms.
+
+        Not if its weight was ever split: FSDP gathers it for the norm's own layer, and frees it before our backward.
+        Not with a hook on the result or another forward, which would also change the sum, and not in inference mode,
+        where a tensor does not count what writes to it.
+        """
+        self.split = self.split or is_split(self.weight)
+        plain = type(self).forward is Norm.forward and not self._forward_hooks
+        fits = terms.x.dtype == terms.residual.dtype and terms.p < 1 and self.is_fused(terms.x)
+        return fits and plain and not self.split and not torch.is_inference_mode_enabled()
 
     def forward(self, x: Tensor | Terms) -> Tensor:
         if isinstance(x, Terms):
@@ -84,11 +93,11 @@ class Norm(torch.nn.Module):
                 x.x, x.residual, self.weight, self.bias,
                 x_bias=x.bias, p=x.p, eps=self.eps, zero_centered=self.zero_centered,
             )  # fmt: skip
-            total.normalized = Normalized(self, y, scale)  # type: ignore[attr-defined]
+            total.normalized = Normalized(self, y, scale, total._version)  # type: ignore[attr-defined]
             return total
         made: Normalized | None = getattr(x, "normalized", None)
         # A checkpoint computes without a graph, and then gives the sum one, which its norm lacks.
-        if made is not None and made.by is self:
+        if made is not None and made.by is self and made.version == x._version:
             if made.y.requires_grad == (x.requires_grad and torch.is_grad_enabled()):
                 return made.y
         if self.is_fused(x):

@@ -31,7 +31,7 @@ def main_grad_of(parameter: nn.Parameter | None) -> Tensor | None:
 
 
 def is_split(parameter: Tensor) -> bool:
-    """Whether FSDP, Megatron's or torch's, splits the parameter over ranks and gathers it only for its layer."""
+    """Whether FSDP, Megatron's or torch's, splits the parameter over ranks."""
     from torch.distributed.tensor import DTensor
 
     return hasattr(parameter, "__fsdp_param__") or isinstance(parameter, DTensor)

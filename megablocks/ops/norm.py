@@ -92,7 +92,9 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.save_for_backward(x, weight, mean if bias is not None else None, rstd)
 
 
-def _backward(ctx: Any, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    if dy is None:
+        return (None,) * 5
     x, weight, mean, rstd = ctx.saved_tensors
     dx, dg, d_bias = norm_backward_op(dy, x, weight, mean, rstd, ctx.offset)
     need_x, need_weight, need_bias = ctx.needs_input_grad[:3]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -36,39 +37,34 @@ AROUND = [(around, reentrant) for around in ("none", "addition", "norm", "both")
 
 
 @contextlib.contextmanager
-def _on_cpu() -> Iterator[list[int]]:
-    """Our ops compute the norms on a CPU too. Yields a list with an entry for each addition."""
+def _on_cpu() -> Iterator[tuple[mock.Mock, mock.Mock]]:
+    """Our ops compute the norms on a CPU too. Yields mocks that count additions, and norms without one."""
     from megablocks.megatron import add_norm, norm
 
-    calls: list[int] = []
-    plain = norm.add_norm
-
-    def counted(*args: Any, **options: Any) -> Any:
-        calls.append(1)
-        return plain(*args, **options)
-
     add_norm.install()
-    with mock.patch.object(norm.Norm, "is_fused", lambda self, x: self.fused), mock.patch.object(
-        norm, "add_norm", counted
-    ):  # fmt: skip
-        yield calls
+    with (
+        mock.patch.object(norm.Norm, "is_fused", lambda self, x: self.fused),
+        mock.patch.object(norm, "add_norm", wraps=norm.add_norm) as additions,
+        mock.patch.object(norm, "norm", wraps=norm.norm) as alone,
+    ):
+        yield additions, alone
 
 
-def _train(layout: Layout) -> tuple[Any, Any, int]:
-    """Two steps without and with our ops, and the number of additions of one forward pass."""
+def _train(layout: Layout) -> tuple[Any, Any, int, int]:
+    """Two steps without and with our ops, and how many additions and norms without one ours computed."""
     theirs = harness.train(layout, 2, weights=True)
-    with _on_cpu() as calls:
+    with _on_cpu() as (additions, alone):
         ours = harness.train(layout, 2, weights=True)
-    return theirs, ours, len(calls)
+    return theirs, ours, additions.call_count, alone.call_count
 
 
-def _train_all(world: int) -> dict[str, tuple[Any, Any, int]]:
+def _train_all(world: int) -> dict[str, tuple[Any, Any, int, int]]:
     return {name: _train(layout) for name, (layout, _) in CASES.items() if layout.pp == world}
 
 
 @pytest.fixture(scope="module")
-def trained() -> dict[str, list[tuple[Any, Any, int]]]:
-    out: dict[str, list[tuple[Any, Any, int]]] = {}
+def trained() -> dict[str, list[tuple[Any, Any, int, int]]]:
+    out: dict[str, list[tuple[Any, Any, int, int]]] = {}
     for world in (1, 2):
         for rank in run_distributed_test(_train_all, world, world):
             for name, found in rank.items():
@@ -77,16 +73,17 @@ def trained() -> dict[str, list[tuple[Any, Any, int]]]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_steps_equal_megatrons(trained: dict[str, list[tuple[Any, Any, int]]], case: str) -> None:
+def test_steps_equal_megatrons(trained: dict[str, list[tuple[Any, Any, int, int]]], case: str) -> None:
     layout, additions = CASES[case]
     theirs, ours = ([run[i].weights for run in trained[case]] for i in (0, 1))
     error, where = harness.worst_difference(*(harness.assemble(weights, 1e-4) for weights in (theirs, ours)))
     limit = 0.02 if layout.dtype == "bfloat16" else 1e-5
     assert error < limit, where
-    for rank, (before, after, calls) in enumerate(trained[case]):
+    for rank, (before, after, calls, alone) in enumerate(trained[case]):
         assert after.losses == pytest.approx(before.losses, rel=limit)
         micro_batches = 2 * harness.GLOBAL_BATCH
         assert calls == micro_batches * (additions + (rank if layout.pp > 1 else 0))
+        assert not additions or alone == micro_batches, "the first norm of a stage follows no addition"
 
 
 def _build() -> int:
@@ -104,6 +101,10 @@ def test_a_stage_may_have_no_layer() -> None:
     assert run_distributed_test(_build, 2) == [0, 1]
 
 
+def _write(_: Any, __: Any, result: tuple[torch.Tensor, Any]) -> None:
+    result[0].mul_(1.5)
+
+
 def _evaluate(out: dict[str, Any]) -> None:
     """Adds the losses of a model in evaluation, by Megatron's and by our functions, and what ours left behind."""
     harness.initialize(RMS)
@@ -114,16 +115,53 @@ def _evaluate(out: dict[str, Any]) -> None:
     given = tokens[:, :-1].contiguous(), torch.arange(harness.SEQ).expand(2, -1), None
     with torch.no_grad():
         out["Megatron's"] = model(*given, labels=tokens[:, 1:].contiguous())
-    from megablocks.megatron import norm
-
     graphs: list[Any] = []
     for layer in model.module.decoder.layers:
         layer.register_forward_hook(lambda _, __, result: graphs.append(result[0].grad_fn and str(result[0].grad_fn)))
     for mode in (torch.no_grad, torch.inference_mode):
         graphs.clear()
-        with _on_cpu() as calls, mode(), mock.patch.object(norm, "norm", wraps=norm.norm) as alone:
+        with _on_cpu() as (additions, alone), mode():
             loss = model(*given, labels=tokens[:, 1:].contiguous())
-        out[mode.__name__] = loss.clone(), len(calls), alone.call_count, graphs[:]
+        out[mode.__name__] = loss.clone(), additions.call_count, alone.call_count, graphs[:]
+    for layer in model.module.decoder.layers:
+        layer.register_forward_hook(_write)
+    with torch.no_grad():
+        written = model(*given, labels=tokens[:, 1:].contiguous())
+        with _on_cpu():
+            out["written"] = written, model(*given, labels=tokens[:, 1:].contiguous())
+
+
+def _alone(addition: Any, norm: Any, x: torch.Tensor, residual: torch.Tensor) -> dict[str, Any]:
+    """Where Megatron's function adds: by the reason, whether the sum has a norm."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    from megablocks.megatron.norm import Norm
+    from megablocks.moe.main_grad import is_split
+
+    def joined(x: torch.Tensor = x, prob: float = 0.0) -> bool:
+        return hasattr(addition(True, True)((x, None), residual, prob), "normalized")
+
+    class Other(Norm):
+        def forward(self, x: Any) -> torch.Tensor:
+            return super().forward(x)
+
+    out = {"joined": joined(), "p = 1": joined(prob=1.0), "another dtype": joined(x.double())}
+    hook = norm.register_forward_hook(lambda *_: None)
+    out["a hook on the norm"] = joined()
+    hook.remove()
+    with mock.patch.object(norm, "is_fused", lambda _: False):
+        out["no kernel"] = joined()
+    norm.__class__ = Other
+    out["another forward"] = joined()
+    norm.__class__ = Norm
+    norm.weight.__fsdp_param__ = True
+    out["split"] = joined()
+    del norm.weight.__fsdp_param__
+    out["gathered after a split"] = joined()
+    mesh = init_device_mesh("cpu", (1,))
+    assert is_split(distribute_tensor(torch.ones(3), mesh, [Replicate()])) and not is_split(torch.ones(3))
+    return {"alone": out}
 
 
 def _checkpointed() -> dict[str, Any]:
@@ -173,12 +211,23 @@ def _checkpointed() -> dict[str, Any]:
         torch.manual_seed(5)
         out["again"] = addition(True, True)((x, bias), residual, 0.25)
         out["evaluated"] = addition(False, True)((x, bias), residual, 0.25)
-        norm.weight.__fsdp_param__ = True  # type: ignore[attr-defined]
-        out["split"] = hasattr(addition(True, True)((x, bias), residual, 0.0), "normalized")
+        out |= _alone(addition, norm, x, residual)
         out["sum"] = x + bias + residual
+        other = Norm(config, 32)
+        out["another norm"] = other(add(x, residual, bias)), other(out["sum"])
         kept = total != residual
         out["scaled"] = torch.where(kept, (x + bias) / 0.75 + residual, residual)
     _evaluate(out)
+    from megablocks.megatron.add_norm import _fits
+
+    changes: tuple[dict[str, Any], ...] = (
+        {}, {"recompute_granularity": "full"}, {"recompute_modules": ["layernorm"]}, {"cpu_offloading": True},
+        {"fine_grained_activation_offloading": True}, {"overlap_moe_expert_parallel_comm": True},
+    )  # fmt: skip
+    for changed in changes:
+        other_config = copy.copy(config)
+        vars(other_config).update(changed)
+        out.setdefault("fits", {})[str(changed)] = _fits(other_config)
     return out
 
 
@@ -187,12 +236,17 @@ def found() -> dict[str, Any]:
     return run_distributed_test(_checkpointed, 1)[0]
 
 
-@pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
-def test_evaluation_makes_no_graph_and_computes_each_norm_once(found: dict[str, Any], mode: str) -> None:
+@pytest.mark.parametrize(("mode", "joined"), [("no_grad", 6), ("inference_mode", 0)])
+def test_evaluation_makes_no_graph_and_computes_each_norm_once(found: dict[str, Any], mode: str, joined: int) -> None:
     loss, additions, norms_alone, graphs = found[mode]
     torch.testing.assert_close(loss, found["Megatron's"])
-    assert additions == 6 and norms_alone == 1, "the first norm of the model follows no addition"
+    assert (additions, norms_alone) == (joined, 7 - joined)
     assert graphs == [None] * 3
+
+
+def test_a_hook_may_write_to_a_layers_output_in_evaluation(found: dict[str, Any]) -> None:
+    torch.testing.assert_close(*found["written"])
+    assert not torch.allclose(found["written"][0], found["Megatron's"])
 
 
 def test_checkpoints_and_dropout(found: dict[str, Any]) -> None:
@@ -200,7 +254,12 @@ def test_checkpoints_and_dropout(found: dict[str, Any]) -> None:
         for got, expected in zip(found[f"{around} {reentrant}"], found["none True"], strict=True):
             torch.testing.assert_close(got, expected)
     assert not found["kept"], "the sum and its norm hold each other"
-    assert not found["split"], "FSDP has not gathered the norm's weight yet"
+    torch.testing.assert_close(*found["another norm"])
+
+
+def test_megatrons_function_adds_where_ours_does_not_fit(found: dict[str, Any]) -> None:
+    assert [reason for reason, joined in found["alone"].items() if joined] == ["joined"]
+    assert len(found["fits"]) == 6 and [changed for changed, fits in found["fits"].items() if fits] == ["{}"]
     share, total = found["dropped"]
     assert 0.15 < share < 0.35
     torch.testing.assert_close(total, found["scaled"])

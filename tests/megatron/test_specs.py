@@ -6,6 +6,7 @@ import dataclasses
 import logging
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import harness
 import megatron.core
@@ -44,11 +45,30 @@ def _exhausted(*_: Any) -> None:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
 
+INSTALLATIONS: tuple[tuple[bool, dict[str, str]], ...] = (
+    (True, {}), (True, {"norm": "torch"}), (True, {"rope": "megatron"}), (False, {}),
+)  # fmt: skip
+
+
+def _installed(gpu: bool, **settings: str) -> list[str]:
+    """Which functions of Megatron a spec replaces, on a machine with or without a GPU."""
+    from megablocks.megatron import specs
+
+    config = harness.transformer_config(Layout(settings=tuple(settings.items())))
+    with (
+        mock.patch.object(torch.cuda, "is_available", lambda: gpu),
+        mock.patch.object(specs.add_norm, "install") as additions,
+        mock.patch.object(specs.rope, "install") as rotation,
+    ):
+        specs.block_spec(config)
+    return [name for name, one in (("additions", additions), ("rotation", rotation)) if one.called]
+
+
 def _inspect() -> dict[str, Any]:
     from megablocks.megatron.specs import block_spec, dense_layer_spec, moe_layer_spec
 
     harness.initialize(Layout())
-    out: dict[str, Any] = {}
+    out: dict[str, Any] = {"installed": [_installed(gpu, **settings) for gpu, settings in INSTALLATIONS]}
     for name, layout in CASES.items():
         model = _model(layout)
         dense, sparse = model.decoder.layers
@@ -174,6 +194,10 @@ def built() -> dict[str, Any]:
 )
 def test_each_layer_is_what_the_settings_say(built: dict[str, Any], case: str, expected: list[str]) -> None:
     assert built[case] == expected
+
+
+def test_on_a_gpu_additions_and_rotation_are_ours_unless_a_setting_says_no(built: dict[str, Any]) -> None:
+    assert built["installed"] == [["additions", "rotation"], ["rotation"], ["additions"], []]
 
 
 def test_our_layer_builds_no_dispatcher_of_megatrons(built: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from megablocks.ops.loss import (
     cross_entropy_sums_ref,
     linear_cross_entropy,
 )
-from megablocks.ops.loss_triton import gradient_launch, sums_launch
+from megablocks.ops.loss_triton import _SUMS_BLOCK, gradient_launch, sums_launch
 from megablocks.testing.launcher import run_distributed_test
 from megablocks.testing.syncs import no_sync
 from megablocks.testing.tolerances import assert_as_exact_as, max_error
@@ -22,7 +22,7 @@ from megablocks.testing.tolerances import assert_as_exact_as, max_error
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF = [torch.bfloat16, torch.float16]
 H = 48
-MANY = 4096 + 904  # words: more than one block of a row
+MANY = _SUMS_BLOCK + 904  # words: more than one block of a row
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
 
 

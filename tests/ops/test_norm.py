@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -73,11 +74,25 @@ def test_the_reference_equals_torch(biased: bool, zero_centered: bool) -> None:
     assert biased or mean is grads[2] is None
 
 
+class _Unused(torch.autograd.Function):
+    """Its backward gives no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:
+        return None
+
+
 def test_norms_take_no_rows_and_frozen_parameters() -> None:
     x = torch.empty(0, 3, 8, device=DEVICE, requires_grad=True)
     weight = torch.ones(8, device=DEVICE)
     assert torch.autograd.grad(norm(x, weight, None, eps=EPS).sum(), x)[0].shape == x.shape
     x = torch.randn(2, 3, 8, device=DEVICE)
+    unused = torch.autograd.grad(_Unused.apply(norm(x.requires_grad_(), weight, None, eps=EPS)), x, allow_unused=True)
+    assert unused == (None,)
     weight.requires_grad_()
     assert norm(x, weight, weight, eps=EPS).shape == x.shape
     with pytest.raises(ValueError, match=r"bias is \(7,\): must be \(8,\)"):
