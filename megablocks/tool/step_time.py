@@ -65,8 +65,8 @@ benchmarks/results/h200/expert_parallel.json."""
 NETWORK_GB, NETWORK_US = 40.0, 36.0
 """The same between hosts. Assumed: one adapter of 400 Gbit/s for each GPU at 80 %, and twice the latency."""
 ERROR_BAR, ERROR_BAR_LAYOUT = 0.20, 0.40
-"""Shares of the time. The first is for one or two H200s or H100s: all measured steps are within it. The second is a
-guess, for everything else."""
+"""Shares of the time. The first is for one or two H200s or H100s: all steps that this code was measured with are within
+it. The second is a guess, for everything else."""
 MEASURED_GPUS = {"H200 NVL": False, "H200": True, "H100 80GB HBM3": True}
 """Whether a GPU was measured, by words of the device name, as in `monitor.flops.GPUS`."""
 

@@ -472,7 +472,9 @@ def _wait_for(path: Path, launcher: subprocess.Popen[str]) -> None:
 def test_a_second_run_in_one_folder_is_refused_while_the_first_lives(held, tmp_path: Path) -> None:
     launcher, command, environment = held
     second = {"env": environment, "capture_output": True, "text": True}
-    logged = (tmp_path / "run/train.log").read_text()
+    while not (logged := (tmp_path / "run/train.log").read_text()):  # tee writes what the first run has printed
+        assert launcher.poll() is None
+        time.sleep(0.05)
     line = _refusal(subprocess.run(command, **second))
     assert line.startswith(f"dmoe.sh: EXP_DIR={tmp_path / 'run'} is in use by another run: choose another folder")
     assert (tmp_path / "run/train.log").read_text() == logged

@@ -60,9 +60,10 @@ def test_run_json_says_how_many_ranks_share_an_optimizer_state(
         profile_step_end=4, use_distributed_optimizer=spread, data_parallel_size=2, context_parallel_size=2,
         world_size=8, tensor_model_parallel_size=1, pipeline_model_parallel_size=2, expert_model_parallel_size=4,
         expert_tensor_parallel_size=1, global_batch_size=8, seq_length=8, bf16=True, fp16=False,
-        position_embedding_type="rope", qk_layernorm=True, qk_l2_norm=False,
+        position_embedding_type="rope", qk_layernorm=True, qk_l2_norm=False, hidden_dropout=0.1,
         tensorboard_dir=str(tmp_path / "tensorboard"),
     )  # fmt: skip
     profiling.write(args, [], History(tmp_path))
     run = RunSizes.read(tmp_path / "torch_profile" / "run.json")
-    assert (run.optimizer_shards, run.expert_optimizer_shards) == shards and run.qk_norms
+    assert (run.optimizer_shards, run.expert_optimizer_shards) == shards
+    assert run.qk_norms and run.dropout
