@@ -34,6 +34,7 @@ from megablocks.monitor.env_report import env_report
 from megablocks.monitor.heartbeat import Heartbeat
 
 if TYPE_CHECKING:
+    from megablocks.megatron.checkpoints import Checkpoints
     from megablocks.megatron.guards import Guards
 
 _STARTED = time.time()
@@ -123,7 +124,7 @@ class OutOfMemory(Exception):
     """A tensor did not fit on this rank; the message is one line."""
 
 
-def prepare() -> tuple[Namespace, Any, Guards]:
+def prepare() -> tuple[Namespace, Any, Guards, Checkpoints]:
     """Parse, validate and verify. Returns the arguments of `train`. Raises ArgumentError or CheckpointError."""
     if int(os.environ["RANK"]) != 0:
         warnings.filterwarnings("ignore")
@@ -136,10 +137,11 @@ def prepare() -> tuple[Namespace, Any, Guards]:
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
     from megatron.training.arguments import parse_and_validate_args
 
-    from megablocks.megatron import arguments, checkpoint_io, data, failures, gpt, guards
+    from megablocks.megatron import arguments, checkpoint_io, checkpoints, data, failures, gpt
+    from megablocks.megatron.guards import Guards
 
     checkpoint_io.restrict_unpickling()
-    guards.choose_before_reading_args()
+    checkpoints.choose_before_reading_args()
     parsed: list[Any] = []
     try:
         args = parse_and_validate_args(
@@ -148,15 +150,16 @@ def prepare() -> tuple[Namespace, Any, Guards]:
         )
         config = pretrain_cfg_container_from_args(args, gpt.model_config(args))
         fingerprint = data.open_data(args)
-        verifiable = guards.choose_checkpoint(args)
+        verifiable = checkpoints.choose_checkpoint(args)
     except (Exception, SystemExit) as error:
         if isinstance(error, CheckpointError) or (isinstance(error, SystemExit) and not parsed):  # the latter: --help
             raise
         raise ArgumentError(failures.explain(error, parsed[0] if parsed else None)) from error
-    return args, config, guards.Guards(args, verifiable, fingerprint)
+    guards = Guards(args)
+    return args, config, guards, checkpoints.Checkpoints(args, verifiable, fingerprint, guards.window, guards.read)
 
 
-def train(args: Namespace, config: Any, guards: Guards) -> int:
+def train(args: Namespace, config: Any, guards: Guards, checkpoints: Checkpoints) -> int:
     """Run Megatron's `pretrain`. Returns the exit code. config: Megatron's container of all configs."""
     import torch
     import torch.distributed as dist
@@ -179,6 +182,7 @@ def train(args: Namespace, config: Any, guards: Guards) -> int:
     cuda_graph.install(args)
     data.install()
     guards.install()
+    checkpoints.install()
     reporter.install()
     if profiling.is_on(args):
         profiling.install()

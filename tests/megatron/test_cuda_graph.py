@@ -123,7 +123,7 @@ def test_what_a_step_counts_stays_in_one_place_of_memory() -> None:
         curr_iteration=0, log_interval=9, save_interval=None, exit_interval=None, train_iters=9, fp16=False,
         clip_grad=1, megablocks_nonfinite_guard=True, megablocks_loss_spike_factor=0, megablocks_loss_spike_window=64,
     )  # fmt: skip
-    guards = Guards(args, False, None)
+    guards = Guards(args)
     guards._defers = True
     places = []
     for _ in range(2):

@@ -475,7 +475,7 @@ def test_L2_a_folder_that_cannot_be_written_is_named(
 
 
 def test_L5_a_folder_with_checkpoints_is_not_written_over(tmp_path: Path) -> None:
-    from megablocks.megatron.guards import choose_checkpoint
+    from megablocks.megatron.checkpoints import choose_checkpoint
 
     (tmp_path / "iter_0000020").mkdir()
     args = argparse.Namespace(save=str(tmp_path), load=None, ckpt_format="torch_dist", ckpt_step=None)

@@ -1,0 +1,314 @@
+"""A run's checkpoints: which one it resumes from, what is compared before a load, and saves that are whole or absent.
+
+`Checkpoints.install` replaces `load_checkpoint` and `save_checkpoint` of `megatron.training.training` by wrappers that
+call the original.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import json
+import os
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from megatron.training import checkpointing, training
+from megatron.training.utils import print_rank_0
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megablocks.checkpoint import atomic
+from megablocks.checkpoint.atomic import CheckpointError, SaveError
+from megablocks.config import refuse
+from megablocks.megatron import checkpoint_io
+from megablocks.megatron.failures import cause_of, explain, out_of_memory
+from megablocks.megatron.wrap import wrap
+from megablocks.monitor.guards import LossWindow
+
+_RATES = {"max_lr": "lr", "min_lr": "min_lr"}
+"""Learning rates of a group of parameters, and the flags that they come from unless they are decoupled."""
+STATE = "megablocks.json"
+"""File of a checkpoint that holds what Megatron does not save: the loss window and the data's fingerprint."""
+
+
+class Checkpoints:
+    """One run's checkpoints.
+
+    Args:
+        args: validated, after `choose_checkpoint`.
+        verifiable: what `choose_checkpoint` returned.
+        data_fingerprint: of the run's data; None if this process does not know it, or with mock data.
+        window: the losses of the run, which a checkpoint keeps.
+        before_save: every rank calls it first. It raises if what would be saved is not to be kept.
+    """
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        verifiable: bool,
+        data_fingerprint: str | None,
+        window: LossWindow,
+        before_save: Callable[[], object],
+    ) -> None:
+        self.args, self.verifiable, self.fingerprint = args, verifiable, data_fingerprint
+        self.window, self.before_save = window, before_save
+
+    def install(self) -> None:
+        """Wrap Megatron's functions. Call it once per process, before `pretrain`."""
+        wrap(training, load_checkpoint=self._load, save_checkpoint=self._save)
+
+    def _load(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """Wraps Megatron's `load_checkpoint`: verifies the checkpoint first, and reports each failure in one line."""
+        folder, saved = Path(self.args.load or self.args.pretrained_checkpoint), None
+        if self.args.load and self.args.ckpt_step:
+            folder = atomic.folder_of(self.args.load, self.args.ckpt_step)
+            _together(functools.partial(self._open, folder))
+            saved = checkpoint_io.saved_args(folder)
+            if not self.args.finetune:
+                self._compare(folder, saved)
+        elif self.verifiable:  # only weights, written by `convert`
+            _together(functools.partial(self._open, folder / atomic.RELEASE))
+        try:
+            with self._saved_rates(saved, *args[1:3]):
+                return original(*args, **kwargs)
+        except (Exception, SystemExit, CheckpointException) as error:
+            cause = cause_of(error)
+            if out_of_memory(cause, self.args):
+                raise cause from error
+            if "OptimizerParamScheduler" in str(cause) and saved is not None:
+                changed = checkpoint_io.differences(self.args, saved, checkpoint_io.SCHEDULE)
+                raise CheckpointError(
+                    f"{folder}: saved with another learning-rate schedule: {changed}; give "
+                    "--override-opt-param-scheduler for this run's, or --use-checkpoint-opt-param-scheduler for the "
+                    "saved one"
+                ) from error
+            name, given = "use_distributed_optimizer", self.args.use_distributed_optimizer
+            of_optimizer = any(text in str(cause) for text in ("parameter group", "flattened_range"))
+            if of_optimizer and getattr(saved, name, given) != given:
+                raise CheckpointError(
+                    f"{folder}: saved with {name}={not given}, this run has {given}; give the saved value, or "
+                    "--no-load-optim to start the optimizer's state anew"
+                ) from error
+            raise CheckpointError(f"{folder}: cannot be loaded: {explain(cause, self.args)}") from error
+
+    @contextlib.contextmanager
+    def _saved_rates(self, saved: argparse.Namespace | None, optimizer: Any, scheduler: Any) -> Iterator[None]:
+        """Give the optimizer's groups the saved learning rates, by which Megatron finds them in the checkpoint.
+
+        After the load, --override-opt-param-scheduler gives them this run's rates again.
+        """
+        if saved is None or optimizer is None or self.args.finetune or self.args.no_load_optim:
+            yield
+            return
+        given = [{key: group[key] for key in _RATES} for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            for key, flag in _RATES.items():
+                if group[key] == getattr(self.args, flag):
+                    group[key] = getattr(saved, flag)
+        yield
+        if self.args.override_opt_param_scheduler:
+            for group, rates in zip(optimizer.param_groups, given, strict=True):
+                group.update(rates)
+            scheduler.step(increment=0)
+
+    def _open(self, folder: Path) -> None:
+        """Verify a checkpoint, load its loss window and compare the fingerprint of its data."""
+        if self.verifiable and self.args.megablocks_verify_checkpoint:
+            atomic.verify(folder, dist.get_rank(), dist.get_world_size())
+        path = folder / STATE
+        if not path.is_file():
+            return
+        state = json.loads(path.read_text(encoding="utf-8"))
+        self.window.load_state_dict(state["loss_window"])
+        saved = state["data_fingerprint"]
+        if saved is not None and self.fingerprint is not None and saved != self.fingerprint and not self.args.finetune:
+            raise CheckpointError(
+                f"{path}: saved with data {saved[:12]}, this run's are {self.fingerprint[:12]}: the data changed; "
+                "use the same data, or --finetune to start at iteration 0 with the saved weights"
+            )
+
+    def _compare(self, folder: Path, saved: argparse.Namespace | None) -> None:
+        """Refuse to resume without a part of the state, or as another model, unless the flags allow it."""
+        if saved is None:
+            print_rank_0(f"WARNING: {folder}: holds no flags, so its model is not compared with this run's")
+            return
+        random = "the random number generators' state"
+        for part, what, them in (("optim", "the optimizer's state", "it"), ("rng", random, "them")):
+            if getattr(saved, f"no_save_{part}", None) and not getattr(self.args, f"no_load_{part}"):
+                raise CheckpointError(
+                    f"{folder}: saved without {what} (--no-save-{part}); give --no-load-{part} to start {them} anew, "
+                    "or --finetune to start at iteration 0 with the saved weights"
+                )
+        schedule = () if self.args.override_opt_param_scheduler else checkpoint_io.UNSAVED
+        for names, what, instead in (
+            (schedule, "learning-rate schedule", "--override-opt-param-scheduler for this run's"),
+            (checkpoint_io.KEPT, "optimizer", "--no-load-optim to start its state anew"),
+        ):
+            changed = checkpoint_io.differences(self.args, saved, names)
+            if changed and not self.args.no_load_optim:
+                fix = f"give the saved values, or {instead}"
+                raise CheckpointError(f"{folder}: saved with another {what}: {changed}; {fix}")
+        changed = checkpoint_io.differences(self.args, saved, checkpoint_io.MODEL)
+        if changed and not self.args.megablocks_allow_other_model:
+            raise CheckpointError(
+                f"{folder}: saved as another model: {changed}; give the saved values, or --finetune to start at "
+                "iteration 0 with the saved weights, or --megablocks-allow-other-model to continue as this run's model"
+            )
+        if changed:
+            print_rank_0(f"WARNING: {folder}: saved as another model: {changed}")
+        rows, given = getattr(saved, "padded_vocab_size", None), self.args.padded_vocab_size
+        if rows and rows != given:
+            shards = self.args.tensor_model_parallel_size
+            advice = f"; --make-vocab-size-divisible-by {rows // shards} keeps it" if rows % shards == 0 else ""
+            print_rank_0(
+                f"WARNING: {folder}: saved with padded_vocab_size={rows}, this run has {given}: the loss counts other "
+                f"empty rows of the vocabulary, and jumps{advice}"
+            )
+
+    def _save(self, original: Any, iteration: int, *args: Any, **kwargs: Any) -> Any:
+        self.before_save()
+        if not self.args.save:  # Megatron's own check of a step saves before it exits, in any run
+            return None
+        if self.args.ckpt_format != "torch_dist" or kwargs.get("non_persistent_ckpt"):
+            return original(iteration, *args, **kwargs)
+        root, rank, ranks = Path(self.args.save), dist.get_rank(), dist.get_world_size()
+        folder = atomic.folder_of(root, iteration)
+        try:
+            with atomic.room_for(root, iteration) if rank == 0 else contextlib.nullcontext():
+                dist.barrier()
+                original(iteration, *args, **kwargs)
+                if rank == 0:
+                    state = {"loss_window": self.window.state_dict(), "data_fingerprint": self.fingerprint}
+                    atomic.write_durably(folder / STATE, json.dumps(state) + "\n")
+                dist.barrier()
+                hashes = of_all_ranks(atomic.hash_files(folder, atomic.files_of(folder)[rank::ranks]))
+                if rank == 0:
+                    merged = {name: entry for part in hashes for name, entry in part.items()}
+                    atomic.mark_complete(folder, iteration, merged)
+            if rank == 0:
+                self._prune(root, iteration)
+            dist.barrier()
+        except (Exception, CheckpointException) as error:  # CheckpointException is not an Exception
+            raise SaveError(self._save_failure(root, folder, error)) from error
+
+    def _prune(self, root: Path, saved: int) -> None:
+        try:
+            if self.args.megablocks_keep_checkpoints:
+                atomic.prune(root, saved, self.args.megablocks_keep_checkpoints)
+        except OSError as error:  # the new checkpoint is complete, so the run continues
+            print_rank_0(f"WARNING: an older checkpoint could not be removed: {error}")
+
+    def _save_failure(self, root: Path, folder: Path, error: BaseException) -> str:
+        """One line for a failed save: the reason, and the checkpoint that is left to resume from."""
+        complete = [i for i in atomic.iterations(root) if (atomic.folder_of(root, i) / atomic.MARKER).is_file()]
+        survives = f"iteration {complete[-1]} is the newest complete checkpoint" if complete else "none is complete"
+        lines = str(error).strip().splitlines() or [type(error).__name__]  # torch puts the cause last
+        reason = " ".join(lines[-1].split())
+        return f"{folder}: could not be saved by rank {dist.get_rank()}: {reason[:300]}; {survives}"
+
+
+def choose_checkpoint(args: argparse.Namespace) -> bool:
+    """Make Megatron load the newest complete checkpoint of --load: set `ckpt_step`; without one, set `load` to None.
+
+    Then --pretrained-checkpoint, if given, becomes --load with --finetune, as in Megatron. Call it before Megatron
+    looks for a checkpoint. A second call changes nothing.
+
+    Returns:
+        whether the checkpoint has a manifest, so that its files can be verified.
+
+    Raises:
+        ConfigError: --save holds checkpoints that this run does not resume from.
+        CheckpointError: the checkpoint is missing or damaged.
+    """
+    resumes = args.save and args.load and os.path.realpath(args.save) == os.path.realpath(args.load)
+    if args.save and not resumes and (found := atomic.iterations(args.save)):
+        what = f"holds a run's checkpoints up to iteration {found[-1]}"
+        refuse("save", args.save, f"{what}; resume it with --load {args.save}, or choose an empty folder")
+    if args.ckpt_format != "torch_dist":
+        return False
+    has_marker = bool(args.load) and _choose(args)
+    if not args.load and args.pretrained_checkpoint:
+        args.load, args.finetune = args.pretrained_checkpoint, True
+        has_marker = _choose(args)
+    return has_marker
+
+
+def _choose(args: argparse.Namespace) -> bool:
+    """Do for a given --load what `choose_checkpoint` says."""
+    first = int(os.environ.get("RANK", 0)) == 0
+    if args.ckpt_step:
+        folder = atomic.folder_of(args.load, args.ckpt_step)
+        if not folder.is_dir():
+            there = ", ".join(map(str, atomic.iterations(args.load))) or "none"
+            raise CheckpointError(f"{folder}: no such checkpoint; {args.load} holds those of iterations: {there}")
+        return atomic.read_marker(folder) is not None
+    latest = atomic.find_latest_complete(args.load)
+    for warning in latest.warnings if first else ():
+        print(f"WARNING: {warning}", flush=True)
+    if latest.iteration is not None:
+        args.ckpt_step = latest.iteration
+        if latest.warnings and first:  # Megatron reads the pointer too, and exits with 0 if it is garbled
+            atomic.write_pointer(args.load, latest.iteration)
+    elif latest.warnings or not (Path(args.load) / atomic.POINTER).exists():
+        if (Path(args.load) / ".metadata").is_file():
+            root, name = os.path.split(os.path.abspath(args.load))
+            number = name.removeprefix("iter_")
+            flags = f"--load {root}" + (f" --ckpt-step {int(number)}" if number.isdecimal() else "")
+            raise CheckpointError(f"{args.load}: is a checkpoint itself; give the folder around it: {flags}")
+        if args.exit_on_missing_checkpoint:
+            raise CheckpointError(f"{args.load}: no checkpoint to resume from (--exit-on-missing-checkpoint)")
+        if args.load == args.pretrained_checkpoint:
+            raise CheckpointError(f"{args.load}: no complete checkpoint to start with (--pretrained-checkpoint)")
+        if first:
+            print(f"{args.load}: no checkpoint to resume from, starting at iteration 0", flush=True)
+        args.load = None
+    return latest.has_marker
+
+
+def choose_before_reading_args() -> None:
+    """Let --use-checkpoint-args read the checkpoint that `choose_checkpoint` chooses."""
+    wrap(checkpointing, load_args_from_checkpoint=_load_args)
+
+
+def _load_args(original: Any, args: argparse.Namespace, *rest: Any, **options: Any) -> Any:
+    """Wraps Megatron's `load_args_from_checkpoint`: chooses the checkpoint first."""
+    choose_checkpoint(args)
+    if args.load and args.ckpt_step:
+        checkpoint_io.saved_args(atomic.folder_of(args.load, args.ckpt_step))  # a failure is one line
+        if options.get("load_arg") == "pretrained_checkpoint":  # the step belongs to --load, which Megatron reads next
+            return args
+    return original(args, *rest, **options)
+
+
+def of_all_ranks(value: Any) -> list[Any]:
+    """The values that the ranks pass, in the order of the ranks. Every rank must call it."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _together(check: Any) -> None:
+    """Run `check` on every rank. If it fails on one or more, every rank raises the first failure."""
+    try:
+        check()
+        failure = None
+    except (CheckpointError, OSError) as error:
+        failure = str(error)
+    for message in of_all_ranks(failure):
+        if message is not None:
+            raise CheckpointError(message)
+
+
+def check_same_checkpoint(args: argparse.Namespace) -> None:
+    """Refuse to start if ranks found different checkpoints to resume from, for example without a shared folder."""
+    found = of_all_ranks((socket.gethostname(), args.ckpt_step if args.load else None))
+    for rank, (host, iteration) in enumerate(found):
+        if iteration != found[0][1]:
+            raise CheckpointError(
+                f"{args.load or args.save}: rank 0 on {found[0][0]} resumes from iteration {found[0][1]}, rank {rank} "
+                f"on {host} from {iteration}: every machine must see one shared folder"
+            )
