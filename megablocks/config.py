@@ -34,6 +34,13 @@ def refuse(field: str, value: object, allowed: str) -> NoReturn:
     raise ConfigError(f"{field}={value!r}: {allowed}")
 
 
+def check_config(config: object) -> None:
+    """Raise a ConfigError unless `config` is a MoEConfig."""
+    if not isinstance(config, MoEConfig):
+        makers = "MoEConfig.from_dict converts a dict, Arguments.to_config converts Arguments"
+        raise ConfigError(f"config is a {type(config).__name__}: must be a MoEConfig; {makers}")
+
+
 def is_dry_run() -> bool:
     """Return whether DRY_RUN=1 is set: print what a run would do. Raises ConfigError unless it is 0, 1 or unset."""
     value = os.environ.get("DRY_RUN") or "0"

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from megablocks.config import ConfigError, MoEConfig, refuse
+from megablocks.config import MoEConfig, check_config, refuse
 from megablocks.moe.capacity import limit_to_capacity
 from megablocks.moe.device_mesh import as_dtensors
 from megablocks.moe.dispatchers import Dispatcher, make_dispatcher
@@ -81,9 +81,7 @@ class MoELayer(SharesGroups, nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if not isinstance(config, MoEConfig):
-            makers = "MoEConfig.from_dict converts a dict, Arguments.to_config converts Arguments"
-            raise ConfigError(f"config is a {type(config).__name__}: must be a MoEConfig; {makers}")
+        check_config(config)
         if (config.capacity_factor is not None) != self.has_capacity:
             rule = "must be a number for MoE, or use dMoE" if self.has_capacity else "must be None for dMoE, or use MoE"
             refuse("capacity_factor", config.capacity_factor, rule)

@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megablocks.config import MoEConfig, check_integers, refuse
+from megablocks.config import MoEConfig, check_config, check_integers, refuse
 from megablocks.moe.layer import AuxOutput
 from megablocks.moe.parallel_experts import ParallelExperts
 from megablocks.moe.router import TopKRouter
@@ -77,6 +77,7 @@ class MixtureOfAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_config(config)
         self.config, self.num_heads = config, num_heads
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.rope_base, self.attention_dropout, self.causal = rope_base, attention_dropout, causal

@@ -285,6 +285,11 @@ def test_L2_attention_refuses(changes, options, message):
     assert str(error.value) == message
 
 
+def test_L2_attention_refuses_what_is_no_config():
+    with pytest.raises(ConfigError, match=r"^config is a dict: must be a MoEConfig; MoEConfig.from_dict converts"):
+        MixtureOfAttention({"hidden_size": H}, num_heads=2)
+
+
 def test_L2_attention_refuses_other_shapes():
     with pytest.raises(ValueError, match=r"^x is \(9, 12\): must be \(B, S, 12\)$"):
         layer_of()(torch.zeros(S, H, dtype=torch.float64))
