@@ -111,7 +111,11 @@ LARGER = {
     "larger-dense-760m": Arm("dense 760M", "gpt2/gpt2_760m_8gpu.sh", ""),
     "larger-dense-1315m": Arm("dense 1315M", "gpt2/gpt2_1315m_8gpu.sh", ""),
     "larger-dmoe-medium": Arm("dMoE-Medium", "dmoe/dmoe_356m_8gpu.sh", "--micro-batch-size 8", 2),
-}
+    "larger-dmoe-medium-graph": Arm(
+        "dMoE-Medium", "dmoe/dmoe_356m_8gpu.sh",
+        "--micro-batch-size 8 --megablocks-dispatcher symmetric --cuda-graph-impl full_iteration", 2,
+    ),
+}  # fmt: skip
 ARMS |= LARGER
 # 32 sequences of dMoE-Small just fit into 80 GB, where a step then takes nearly twice as long as on an H200.
 _PEER = "--megablocks-layer megatron --moe-grouped-gemm --moe-permute-fusion --moe-router-fusion"
