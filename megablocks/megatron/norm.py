@@ -60,7 +60,7 @@ class Norm(torch.nn.Module):
         self.normalized_shape = (hidden_size,)
         self.eps = eps
         self.fused = settings_of(config).norm != "torch"
-        self.split = False
+        self.split = False  # whether FSDP ever split the weight
         self.zero_centered = config.layernorm_zero_centered_gamma
         initial = torch.zeros if self.zero_centered else torch.ones
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
