@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import re
@@ -19,6 +20,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+if str(ROOT / "benchmarks") not in sys.path:
+    sys.path.append(str(ROOT / "benchmarks"))  # last, because some scripts have the names of test folders
+training_step = importlib.import_module("training_step")
 # Those of the driver; test_dmoe_spec.py has the one that starts Megatron-LM's own script, test_paper.py the one that
 # starts these scripts.
 SCRIPTS = sorted(path for path in (ROOT / "exp").glob("*/*.sh") if path.parent.name not in ("megatron_lm", "paper"))
@@ -182,15 +186,23 @@ def test_L1_the_driver_accepts_every_command(data: Path) -> None:
         several = {"NNODES": "2", "NODE_RANK": rank, "MASTER_ADDR": "host0", "DATA_PREFIX": str(data)}
         words = _dry(ROOT / script, *arguments.split(), **several)
         cases.append((16, words[words.index("megablocks.megatron.pretrain_gpt") + 1 :]))
+    # The arms of the benchmark of steps, except those that need a GPU to be accepted.
+    arms = {name: arm for name, arm in training_step.ARMS.items() if not arm.engine and "cuda-graph" not in arm.flags}
+    for arm in arms.values():
+        (_, script, *arguments), changes = training_step.command_of(arm, ROOT, data, Path("runs/x"))
+        words = _dry(Path(script), *arguments, **changes)
+        cases.append((arm.gpus, words[words.index("megablocks.megatron.pretrain_gpt") + 1 :]))
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests/reliability")])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     parse, given = [sys.executable, "-c", PARSE], json.dumps(cases)
     done = subprocess.run(parse, input=given, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("VERDICTS ")]
-    verdicts, names = json.loads(line.removeprefix("VERDICTS ")), [*IDS, "machine 0", "machine 1"]
+    verdicts, names = json.loads(line.removeprefix("VERDICTS ")), [*IDS, "machine 0", "machine 1", *arms]
     for name, (world, _), verdict in zip(names, cases, verdicts, strict=True):
         assert isinstance(verdict, list), f"{name}: {verdict}"
+        if name in arms:
+            continue
         experts = None if name.startswith("gpt2") else {"smoke/dmoe.sh": 8, "dmoe/dmoe_fine_1gpu.sh": 128}.get(name, 64)
         assert verdict[:2] == [experts, world if experts else 1], name
 

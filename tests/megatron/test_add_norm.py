@@ -131,6 +131,21 @@ def _evaluate(out: dict[str, Any]) -> None:
             out["written"] = written, model(*given, labels=tokens[:, 1:].contiguous())
 
 
+def _first_bad(layer: int) -> Any:
+    """What the sentinels say if a weight of a layer's MLP is infinite."""
+    from megablocks.monitor.guards import LayerSentinels
+
+    with _on_cpu():
+        _, (model,) = harness.build_model(BIASED)
+        layers = model.module.decoder.layers
+        sentinels = LayerSentinels(layers, [str(i) for i in range(3)], "cpu")
+        layers[layer].mlp.linear_fc2.weight.data[5, 7] = torch.inf
+        tokens = torch.stack([harness.sample(i) for i in range(2)])
+        model(tokens[:, :-1].contiguous(), torch.arange(harness.SEQ).expand(2, -1), None).sum().backward()
+    sentinels.end_step(torch.tensor(False))
+    return sentinels.first_bad()
+
+
 def _alone(addition: Any, norm: Any, x: torch.Tensor, residual: torch.Tensor) -> dict[str, Any]:
     """Where Megatron's function adds: by the reason, whether the sum has a norm."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -211,13 +226,14 @@ def _checkpointed() -> dict[str, Any]:
         torch.manual_seed(5)
         out["again"] = addition(True, True)((x, bias), residual, 0.25)
         out["evaluated"] = addition(False, True)((x, bias), residual, 0.25)
-        out |= _alone(addition, norm, x, residual)
         out["sum"] = x + bias + residual
         other = Norm(config, 32)
         out["another norm"] = other(add(x, residual, bias)), other(out["sum"])
+        out |= _alone(addition, norm, x, residual)  # last, because a norm that was split stays alone
         kept = total != residual
         out["scaled"] = torch.where(kept, (x + bias) / 0.75 + residual, residual)
     _evaluate(out)
+    out["bad"] = [_first_bad(layer) for layer in range(3)]
     from megablocks.megatron.add_norm import _fits
 
     changes: tuple[dict[str, Any], ...] = (
@@ -255,6 +271,10 @@ def test_checkpoints_and_dropout(found: dict[str, Any]) -> None:
             torch.testing.assert_close(got, expected)
     assert not found["kept"], "the sum and its norm hold each other"
     torch.testing.assert_close(*found["another norm"])
+
+
+def test_N3_sentinels_name_the_layer_whose_sum_is_bad(found: dict[str, Any]) -> None:
+    assert found["bad"] == [("forward", f"the output of {layer}") for layer in range(3)]
 
 
 def test_megatrons_function_adds_where_ours_does_not_fit(found: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import math
 import os
@@ -24,27 +25,17 @@ from megablocks.tool.model import Model
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks/results/h200"
-INPUTS = json.loads((ROOT / "benchmarks/scaling_inputs.json").read_text())
+if str(ROOT / "benchmarks") not in sys.path:
+    sys.path.append(str(ROOT / "benchmarks"))  # last, because some scripts have the names of test folders
+scaling = importlib.import_module("scaling")
+INPUTS = scaling.read_inputs(ROOT / "benchmarks/scaling_inputs.json")
 STEPS = {one["arm"]: one for one in INPUTS["steps"]}
-ROWS = {
-    arm: Model(
-        **INPUTS["models"][one["model"]]
-        | {name: value for name, value in one.items() if name not in ("arm", "file", "model", "sets")}
-    )
-    for arm, one in STEPS.items()
-}
+ROWS = {arm: scaling.model_of(INPUTS, one) for arm, one in STEPS.items()}
+MEASURED = [arm for arm, one in STEPS.items() if scaling.runs_of(one)]
 SMALL = ROWS["dmoe-small"]
 FINE = dataclasses.replace(ROWS["dmoe-fine-32"], micro_batch_size=8)
 FLAGS = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2".split()
 DRIVER_FLAGS = [*FLAGS, *"--max-position-embeddings 32 --position-embedding-type rope --vocab-size 64 --bf16".split()]
-
-
-def _runs(arm: str) -> list[dict[str, Any]]:
-    kept = json.loads((RESULTS / f"{STEPS[arm].get('file', 'training_step')}.json").read_text())["records"]
-    return [one for one in kept if one["arm"] == arm]
-
-
-MEASURED = [arm for arm in STEPS if _runs(arm)]
 
 
 def test_the_newest_steps_are_compared_and_enough_set_nothing() -> None:
@@ -59,7 +50,7 @@ def test_a_measured_step_is_within_the_error_bars(arm: str) -> None:
     found, time = memory.memory(ROWS[arm]), step_time.step_time(ROWS[arm])
     assert time is not None and time.error_bar == 0.20
     assert found.error_bar == 0.10
-    for one in _runs(arm):
+    for one in scaling.runs_of(STEPS[arm]):
         assert found.peak / memory.GIB == pytest.approx(one["peak_gib"], rel=0.10)
         assert one["ms"] == pytest.approx(time.milliseconds, rel=0.15)
     assert time.tokens_per_second == pytest.approx(ROWS[arm].tokens / time.milliseconds * 1e3)
