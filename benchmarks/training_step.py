@@ -77,6 +77,7 @@ ARMS = {
         "dMoE-Small", "dmoe/dmoe_125m_8gpu.sh", "--micro-batch-size 16 --megablocks-layer megatron"
     ),
     "dense-small": Arm("dense Small", "gpt2/gpt2_125m_8gpu.sh", "--micro-batch-size 64"),
+    "dense-small-128": Arm("dense Small", "gpt2/gpt2_125m_8gpu.sh", "--micro-batch-size 128"),
     "dense-small-plain": Arm("dense Small", "gpt2/gpt2_125m_8gpu.sh", f"--micro-batch-size 32 {PLAIN}"),
     "dmoe-xs": Arm("dMoE-XS", "dmoe/dmoe_46m_8gpu.sh", "--micro-batch-size 128"),
     "dense-xs": Arm("dense XS", "gpt2/gpt2_46m_8gpu.sh", "--micro-batch-size 128"),
@@ -136,7 +137,7 @@ ARMS |= {
 }
 _GRAPH = " --cuda-graph-impl full_iteration"
 ARMS |= {f"{name}-graph": ARMS[name]._replace(flags=ARMS[name].flags + _GRAPH)
-         for name in ("eight-1", "dmoe-xs", "dmoe-small-16", "dense-small")}  # fmt: skip
+         for name in ("eight-1", "dmoe-xs", "dmoe-small-16", "dense-small", "dense-small-128")}  # fmt: skip
 for _name in ("fine-1", "fine-ep2"):
     _arm = ARMS[_name]
     _flags = f"{_arm.flags} --moe-router-force-load-balancing"
