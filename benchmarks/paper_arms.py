@@ -389,7 +389,7 @@ class Launch(NamedTuple):
 
     def portable(self, folder: Path) -> str:
         """The launch without the paths of a machine: a folder may be carried to another one and go on there."""
-        return str(self).replace(f"{ROOT}/", "").replace(str(folder), "EXP_DIR")
+        return str(self).replace(str(folder), "EXP_DIR").replace(f"{ROOT}/", "")  # the folder may be in ROOT
 
     def __str__(self) -> str:
         words = [f"{name}={shlex.quote(value)}" for name, value in self.variables.items()]

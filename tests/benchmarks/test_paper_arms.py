@@ -142,10 +142,11 @@ def test_the_batch_is_known_before_minutes_become_tokens_and_in_the_tuning() -> 
     assert Schedule.of(_settings(BUDGET="10B"), 1e7, 10**9, batch=512).batch == 512
 
 
-def test_a_launch_is_written_without_the_paths_of_a_machine() -> None:
-    settings = _settings()
-    launch = launch_of(settings, "dmoe", Schedule.of(settings, 1e8, 10**7), Path("/far/out/runs/dmoe/1"))
-    assert launch.portable(Path("/far/out/runs/dmoe/1")).endswith(" bash exp/dmoe/dmoe_46m_8gpu.sh EXP_DIR 800 64")
+@pytest.mark.parametrize("out", [Path("/far/out"), ROOT / "runs/out"])
+def test_a_launch_is_written_without_the_paths_of_a_machine(out: Path) -> None:
+    settings, folder = _settings(), out / "runs/dmoe/1"
+    launch = launch_of(settings, "dmoe", Schedule.of(settings, 1e8, 10**7), folder)
+    assert launch.portable(folder).endswith(" bash exp/dmoe/dmoe_46m_8gpu.sh EXP_DIR 800 64")
 
 
 def test_evaluations_read_no_more_than_there_is_and_short_runs_do_not_save() -> None:
