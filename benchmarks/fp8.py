@@ -25,8 +25,20 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any
 
+import torch
 from children import add_names, candidate, parser_of, run_benchmark, struck_off
 from measure import Gate, dry_run, emit, gpu_name, interleave, milliseconds, on_gpu, relative_error, speed
+from torch.nn.functional import silu
+
+from megablocks.monitor.flops import peak_bandwidth, peak_flops
+from megablocks.ops.activation_table import Activation
+from megablocks.ops.fused import mlp
+from megablocks.ops.fused.mlp import ExpertParameters, fused_mlp
+from megablocks.ops.grouped import gathered_mm as products
+from megablocks.ops.grouped.gathered_mm import gathered_mm_dw_op
+from megablocks.ops.permute.rows import combine_op
+from megablocks.ops.routing.dispatch import build_dispatch, make_routing
+from megablocks.testing.poison import poisoned_empty
 
 # T, H, I, E, K. L: Llama-4-Scout (109B), few experts and long products. Q: Qwen3-235B-A22B, many and short ones.
 # The last expert of "small" has no rows. "toy" is for a CPU.
@@ -52,10 +64,6 @@ class Case:
     """Tensors of a shape. w: (w1, v1, w2), (E, I, H) each."""
 
     def __init__(self, name: str) -> None:
-        import torch
-
-        from megablocks.ops.routing.dispatch import build_dispatch, make_routing
-
         T, H, width, E, K = SHAPES[name]
         device = "cuda" if on_gpu() else "cpu"
         torch.manual_seed(0)
@@ -77,11 +85,6 @@ class Case:
 
     def bf16(self) -> tuple[Any, ...]:
         """The results named in RESULTS; dw1 has dV1 below dW1."""
-        import torch
-
-        from megablocks.ops.activation_table import Activation
-        from megablocks.ops.fused.mlp import ExpertParameters, fused_mlp
-
         leaves = [t.detach().requires_grad_() for t in (self.x, self.weight, *self.w)]
         x, weight, w1, v1, w2 = leaves
         y = fused_mlp(x, weight, self.dispatch, ExpertParameters(w1, v1, w2), Activation("swiglu"))
@@ -91,9 +94,6 @@ class Case:
     def fp8(self, wq: dict[str, Any], product: Callable[..., Any], keep: dict[str, Any] | None = None) -> Any:
         """As `bf16`. keep: gets what each product multiplies."""
         import fp8_kernels as fp8
-
-        from megablocks.ops.grouped.gathered_mm import gathered_mm_dw_op
-        from megablocks.ops.permute.rows import combine_op
 
         def multiply(name: str, *operands: Any) -> Any:
             if keep is not None:
@@ -114,11 +114,6 @@ class Case:
 
     def bf16_parts(self, z: Any, d_act: Any) -> dict[str, Callable[[], Any]]:
         """The kernels of `bf16`, by product; "up" and "dA" contain the activation and its gradient."""
-        from megablocks.ops.activation_table import Activation
-        from megablocks.ops.fused import mlp
-        from megablocks.ops.grouped import gathered_mm as products
-        from megablocks.ops.permute.rows import combine_op
-
         d, (w1, v1, w2), swiglu = self.dispatch, self.w, Activation("swiglu")
         pre, gate = (half.contiguous() for half in z.chunk(2, 1))
         rows = products.grouped_mm_op(d_act, w2, self.offsets)
@@ -145,8 +140,6 @@ class Case:
 
     def torch_products(self) -> dict[str, Callable[[], Any]]:
         """The up-projection of rows gathered before: torch's grouped product, in e4m3 with one scale a row."""
-        import torch
-
         rows, w, root = self.x[self.gather], torch.cat(self.w[:2], 1), self.x.shape[1] ** 0.5
         rows8, w8 = rows.to(torch.float8_e4m3fn), (w * root).to(torch.float8_e4m3fn)
         scales = rows.new_ones(rows.shape[0]).float(), rows.new_full(w.shape[:2], 1 / root).float()
@@ -157,9 +150,6 @@ class Case:
         }
 
     def float64(self) -> tuple[Any, ...]:
-        import torch
-        from torch.nn.functional import silu
-
         x, weight, *w = (t.double().requires_grad_() for t in (self.x, self.weight, *self.w))
         y, offsets, d = torch.zeros_like(x), self.offsets.tolist(), self.dispatch
         for e in range(len(offsets) - 1):
@@ -173,7 +163,6 @@ class Case:
 
 def errors(got: tuple[Any, ...], want: tuple[Any, ...]) -> dict[str, float]:
     """Of each result; of the weights' gradients at most the first 8 experts count, which float32 copies fit."""
-    import torch
 
     def part(t: Any) -> Any:
         t = torch.cat([half[:8] for half in t], 1) if isinstance(t, tuple) else t
@@ -184,8 +173,6 @@ def errors(got: tuple[Any, ...], want: tuple[Any, ...]) -> dict[str, float]:
 
 def bounds(name: str, gpu: str) -> dict[str, float] | None:
     """Milliseconds of each arm, and of quantizing the weights, by the data sheet; None for another GPU than Hopper."""
-    from megablocks.monitor.flops import peak_bandwidth, peak_flops
-
     bf16_rate, bandwidth = peak_flops(gpu), peak_bandwidth(gpu)
     if bf16_rate is None or bandwidth is None or not any(known in gpu for known in ("H100", "H200")):
         return None
@@ -216,8 +203,6 @@ def time_job(job: str, struck: set[str], args: Any) -> None:
     """Check everything, then time the parts and the layers."""
     from fp8_kernels import rows_product_ref
     from grouped_gemm import timer
-
-    from megablocks.testing.poison import poisoned_empty
 
     case, found = Case(job), {}
     truth = case.float64() if job in SMALL else None
