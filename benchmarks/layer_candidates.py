@@ -16,7 +16,7 @@ from measure import on_gpu
 
 from megablocks.tool import problem as shared
 from megablocks.tool.peers import peers
-from megablocks.tool.problem import OURS, ROUTER_TOLERANCE, TOLERANCE, Shape, Step, random_ids  # noqa: F401
+from megablocks.tool.problem import OURS, Shape, Step, random_ids  # noqa: F401
 
 GRAPHED = "auto graphed"
 PEERS = ("torch", "scattermoe", "sonicmoe")

@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 
 import torch
 from children import add_names, option_parser
-from layer_candidates import ROUTER_TOLERANCE, TOLERANCE
-from measure import Gate, dry_run, graph_of, interleave, milliseconds, need_gpu, relative_error, write_result
+from measure import Gate, dry_run, graph_of, interleave, milliseconds, need_gpu, write_result
 
 from megablocks import MoEConfig, dMoE
 from megablocks.testing.poison import poisoned_empty
+from megablocks.tool.problem import error_of
 
 
 class Case(NamedTuple):
@@ -115,21 +115,6 @@ def truth_of(case: Case, x: Any, dy: Any) -> dict[str, Any]:
     """The result of `step_of` for the loop over experts in float32. Its router stays in bf16."""
     exact = x.detach().float().requires_grad_()
     return step_of(layer_of(case, "reference", x.device.type), exact, dy.float())()
-
-
-def error_of(got: dict[str, Any], want: dict[str, Any]) -> float:
-    """The largest relative error.
-
-    Raises:
-        ArithmeticError: an error exceeds its tolerance. The message names the tensor.
-    """
-    worst = 0.0
-    for name, value in want.items():
-        error, limit = relative_error(got[name], value), ROUTER_TOLERANCE if "router" in name else TOLERANCE
-        if not error <= limit:
-            raise ArithmeticError(f"{name}: relative error {error:.1e}, at most {limit:.0e}")
-        worst = max(worst, error)
-    return worst
 
 
 def measure(case: Case, impls: list[str], gate: Gate) -> dict[str, Any] | None:

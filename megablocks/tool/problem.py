@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,6 +104,21 @@ def memory_of(step: Step) -> dict[str, int]:
     return {"held": held, "peak": peak}
 
 
+def error_of(got: Mapping[str, Any], want: Mapping[str, Any], slack: float = 1.0) -> float:
+    """Return the largest relative error of the tensors in `got`, whose truths `want` has by the same names.
+
+    Raises ArithmeticError, which names the tensor, if an error exceeds its tolerance times `slack`.
+    """
+    worst = 0.0
+    for name, value in got.items():
+        limit = slack * (ROUTER_TOLERANCE if "router" in name else TOLERANCE)
+        off = relative_error(value, want[name])
+        if off > limit:
+            raise ArithmeticError(f"{name}: relative error {off:.1e}, at most {limit:.0e}")
+        worst = max(worst, off)
+    return worst
+
+
 class Problem:
     """Inputs, weights, the given routing and the float32 truth of one shape."""
 
@@ -176,25 +191,17 @@ class Problem:
         return self._truth
 
     def error(self, step: Step, *, weights: bool, slack: float = 1.0) -> float:
-        """Return the largest relative error of y and the gradients. Each must be within its tolerance times `slack`.
+        """Return `error_of` of y and the gradients.
 
         weights: also compare the gradients of router and experts, and run in memory filled with NaN. Off for peers,
-        because their weights have other layouts. Raises ArithmeticError, which names the tensor, if an error exceeds
-        its tolerance.
+        because their weights have other layouts.
         """
         with poisoned_empty() if weights else contextlib.nullcontext():
             y, grads = step.total()
         got = {"y": y.detach(), "dx": grads[0]}
         if weights:
             got |= dict(zip(self.names, grads, strict=True))
-        worst = 0.0
-        for name, value in got.items():
-            limit = slack * (ROUTER_TOLERANCE if name == "d_router" else TOLERANCE)
-            off = relative_error(value, self.truth()[name])
-            if off > limit:
-                raise ArithmeticError(f"{name}: relative error {off:.1e}, at most {limit:.0e}")
-            worst = max(worst, off)
-        return worst
+        return error_of(got, self.truth(), slack)
 
     def ours(self) -> dict[str, Callable[[], Step]]:
         """Return makers of dMoE with each mlp_impl except "reference"."""
