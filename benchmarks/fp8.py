@@ -25,17 +25,17 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any
 
+import fp8_kernels as fp8
 import torch
 from children import add_names, candidate, parser_of, run_benchmark, struck_off
+from grouped_gemm import timer
 from measure import Gate, dry_run, emit, gpu_name, interleave, milliseconds, on_gpu, relative_error, speed
 from torch.nn.functional import silu
 
 from megablocks.monitor.flops import peak_bandwidth, peak_flops
 from megablocks.ops.activation_table import Activation
-from megablocks.ops.fused import mlp
-from megablocks.ops.fused.mlp import ExpertParameters, fused_mlp
-from megablocks.ops.grouped import gathered_mm as products
-from megablocks.ops.grouped.gathered_mm import gathered_mm_dw_op
+from megablocks.ops.fused.mlp import ExpertParameters, down_gradient_op, fused_mlp, fused_up_op
+from megablocks.ops.grouped.gathered_mm import gathered_mm_dw_op, grouped_mm_op, grouped_mm_sum_op
 from megablocks.ops.permute.rows import combine_op
 from megablocks.ops.routing.dispatch import build_dispatch, make_routing
 from megablocks.testing.poison import poisoned_empty
@@ -78,9 +78,7 @@ class Case:
         self.offsets, self.gather = self.dispatch.expert_offsets, self.dispatch.gather
 
     def quantize_weights(self) -> dict[str, Any]:
-        from fp8_kernels import quantize_weights
-
-        (up, up_t), (down, down_t) = quantize_weights(*self.w[:2]), quantize_weights(self.w[2])
+        (up, up_t), (down, down_t) = (fp8.quantize_weights(*w) for w in (self.w[:2], self.w[2:]))
         return {"up": up, "dX": up_t, "dA": down, "down": down_t}
 
     def bf16(self) -> tuple[Any, ...]:
@@ -93,7 +91,6 @@ class Case:
 
     def fp8(self, wq: dict[str, Any], product: Callable[..., Any], keep: dict[str, Any] | None = None) -> Any:
         """As `bf16`. keep: gets what each product multiplies."""
-        import fp8_kernels as fp8
 
         def multiply(name: str, *operands: Any) -> Any:
             if keep is not None:
@@ -116,20 +113,18 @@ class Case:
         """The kernels of `bf16`, by product; "up" and "dA" contain the activation and its gradient."""
         d, (w1, v1, w2), swiglu = self.dispatch, self.w, Activation("swiglu")
         pre, gate = (half.contiguous() for half in z.chunk(2, 1))
-        rows = products.grouped_mm_op(d_act, w2, self.offsets)
+        rows = grouped_mm_op(d_act, w2, self.offsets)
         return {
-            "up": lambda: mlp.fused_up_op(self.x, w1, v1, None, None, d, swiglu),
-            "down": lambda: products.grouped_mm_op(d_act, w2, self.offsets),
-            "dA": lambda: mlp.down_gradient_op(self.dy, w2, pre, gate, self.weight, d, swiglu),
-            "dX": lambda: products.grouped_mm_sum_op(pre, w1, gate, v1, self.offsets),
-            "dW1": lambda: [products.gathered_mm_dw_op(t, self.x, d) for t in (pre, gate)],
-            "dW2": lambda: products.gathered_mm_dw_op(d_act, self.dy, d),
+            "up": lambda: fused_up_op(self.x, w1, v1, None, None, d, swiglu),
+            "down": lambda: grouped_mm_op(d_act, w2, self.offsets),
+            "dA": lambda: down_gradient_op(self.dy, w2, pre, gate, self.weight, d, swiglu),
+            "dX": lambda: grouped_mm_sum_op(pre, w1, gate, v1, self.offsets),
+            "dW1": lambda: [gathered_mm_dw_op(t, self.x, d) for t in (pre, gate)],
+            "dW2": lambda: gathered_mm_dw_op(d_act, self.dy, d),
             "combine": lambda: combine_op(rows, self.weight, d),
         }
 
     def fp8_passes(self, keep: dict[str, Any]) -> dict[str, Callable[[], Any]]:
-        import fp8_kernels as fp8
-
         z = keep["SwiGLU"][1]
         return {
             "quantize x": lambda: fp8.quantize_rows(self.x),
@@ -201,9 +196,6 @@ def bounds(name: str, gpu: str) -> dict[str, float] | None:
 
 def time_job(job: str, struck: set[str], args: Any) -> None:
     """Check everything, then time the parts and the layers."""
-    from fp8_kernels import rows_product_ref
-    from grouped_gemm import timer
-
     case, found = Case(job), {}
     truth = case.float64() if job in SMALL else None
     allowed = LAYER_ERROR if on_gpu() else 0.25  # Triton's interpreter rounds to e4m3 without the carry
@@ -228,12 +220,12 @@ def time_job(job: str, struck: set[str], args: Any) -> None:
     keep: dict[str, Any] = {}
     ok = check("bf16", case.bf16)
     wq = case.quantize_weights()
-    if not (check(REFERENCE, lambda: case.fp8(wq, rows_product_ref, keep)) and ok):
+    if not (check(REFERENCE, lambda: case.fp8(wq, fp8.rows_product_ref, keep)) and ok):
         return
     if on_gpu():
         from fp8_hopper import rows_product as product
     else:
-        product = rows_product_ref
+        product = fp8.rows_product_ref
     parts: dict[str, Callable[[], Any]] = {}
     for name in PRODUCTS:
         key = f"{job}/{name}/fp8"
@@ -242,7 +234,7 @@ def time_job(job: str, struck: set[str], args: Any) -> None:
         with candidate(key):
             with poisoned_empty():
                 got = product(*keep[name])
-            if (error := relative_error(got, rows_product_ref(*keep[name]))) >= PRODUCT_ERROR:
+            if (error := relative_error(got, fp8.rows_product_ref(*keep[name]))) >= PRODUCT_ERROR:
                 raise ArithmeticError(f"relative error {error:.1e}")
             parts[f"{name}/fp8"] = lambda name=name: product(*keep[name])
             emit(good=key, error=error)
