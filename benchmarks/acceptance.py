@@ -47,6 +47,8 @@ from peers import PAPER, SONICMOE, against_sonicmoe, geometric_mean, merged
 from token_rounding import GOALS as ROUNDING_GOALS
 from token_rounding import TILE
 
+from megablocks.files import write_durably
+
 HERE = Path(__file__).parent
 SIZES = ("XS", "Small", "Medium")
 PERMUTATION_RECORDS = 7 * 12
@@ -556,8 +558,6 @@ def main() -> int:
         # A shell without job control starts background processes with SIGINT ignored, which benchmarks would inherit.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # leaves through `run`, which stops its benchmark
-    from megablocks.files import write_durably
-
     options.out.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + options.seconds
 

@@ -11,7 +11,10 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from measure import dry_run, milliseconds, need_gpu, option_parser
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 SHAPES = [(128, 12, 1024, 64), (128, 8, 1024, 64), (32, 12, 4096, 64), (32, 12, 4096, 128)]
 """B, N, S, D; the first two are Small's and XS's."""
@@ -20,10 +23,6 @@ BACKENDS = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION")
 
 def measure(shape: tuple[int, int, int, int], dropout: float, backend: str, calls: int) -> str:
     """A line with the times of one case."""
-    import torch
-    import torch.nn.functional as F
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
     batch, heads, seq, width = shape
     made = [torch.randn(seq, batch, heads, width, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
     *qkv, d_out = (t.permute(1, 2, 0, 3) for t in made)

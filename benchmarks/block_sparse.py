@@ -23,9 +23,12 @@ from collections.abc import Callable
 from statistics import mean, median
 from typing import Any
 
+import torch
 from block_sparse_cases import FEW_TOKENS, PRODUCTS, SIZES, Case
 from children import add_names, candidate, guarded, parser_of, run_benchmark, struck_off
 from measure import Gate, calls_for, dry_run, emit, graph_of, interleave, milliseconds, speed
+
+from megablocks.testing.poison import poisoned_empty
 
 ROUND_MS = 8.0
 COMPILE_S = 90.0
@@ -33,10 +36,6 @@ COMPILE_S = 90.0
 
 def time_job(job: str, struck: set[str], args: argparse.Namespace) -> None:
     """Check, then time every candidate of a product and size. compile_only: only check them, on few tokens."""
-    import torch
-
-    from megablocks.testing.poison import poisoned_empty
-
     product, size = job.split("/")
     # A graph reads the operands in its function's closure, so the function must live as long as the graph. The capture
     # of the next graph returns freed memory to the device.

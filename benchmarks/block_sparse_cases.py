@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from measure import relative_error
+
+from megablocks.ops.sparse import dds, dsd, sdd, topology
 
 SIZES = {"XS": (65536, 512, 2048, 64), "Small": (32768, 768, 3072, 64), "Medium": (8192, 1024, 4096, 64)}
 FEW_TOKENS = (1024, 512, 256, 8)
@@ -14,8 +17,6 @@ PRODUCTS = ("sdd", "dsd", "sdd_t", "dst_d", "dsd_t", "ddt_s")
 
 def zipf_counts(tokens: int, experts: int) -> Any:
     """The number of tokens of each expert, drawn with probability ∝ 1 / rank, in a random order of the experts."""
-    import torch
-
     generator = torch.Generator().manual_seed(0)
     weight = 1 / torch.arange(1, experts + 1, dtype=torch.float64)
     drawn = torch.multinomial(weight, tokens, replacement=True, generator=generator)
@@ -26,10 +27,6 @@ class Case:
     """One product at one size and routing: operands, truth and candidates."""
 
     def __init__(self, product: str, size: tuple[int, int, int, int], routing: str) -> None:
-        import torch
-
-        from megablocks.ops.sparse import topology
-
         self.product, self.routing = product, routing
         self.T, self.H, self.F, self.E = T, H, F, E = size
         counts = torch.full((E,), T // E) if routing == "uniform" else zipf_counts(T, E)
@@ -57,8 +54,6 @@ class Case:
             self.s = self.pattern.with_data(data)
 
     def ours(self) -> Any:
-        from megablocks.ops.sparse import dds, dsd, sdd
-
         w = self.w.t() if self.product in ("sdd_t", "dsd_t") else self.w
         if self.product in ("sdd", "sdd_t"):
             return sdd(self.x, w, self.pattern).data
@@ -68,8 +63,6 @@ class Case:
 
     def bmm(self) -> Callable[[], Any]:
         """One batched product of the same sizes, with the operands of each expert contiguous."""
-        import torch
-
         E, F, H, m = self.E, self.F, self.H, self.T // self.E
 
         def rand(*shape: int) -> Any:

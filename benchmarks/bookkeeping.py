@@ -17,8 +17,26 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest import mock
 
+import torch
 from measure import Gate, dry_run, need_gpu, option_parser, write_result
+from torch.profiler import ProfilerActivity, profile
+
+from megablocks.config import MoEConfig
+from megablocks.moe.router import route
+from megablocks.ops.routing import topk
+from megablocks.ops.routing.dispatch import (
+    Dispatch,
+    build_dispatch,
+    build_dispatch_ref,
+    make_routing,
+    pad_dispatch,
+    pad_indices_ref,
+)
+from megablocks.ops.sparse.matrix import max_block_rows, topology, topology_ref
+from megablocks.testing.poison import poisoned_empty
+from megablocks.testing.syncs import no_sync
 
 CASES = ((24576, 128, 8), (65536, 64, 1), (32768, 256, 16), (16384, 512, 10))
 ROUNDED = ((16384, 128, 2), (16384, 256, 4))
@@ -29,18 +47,6 @@ STEPS = 10
 
 def indices(tokens: int, experts: int, top_k: int) -> dict[str, tuple[Callable[[], Any], Callable[[], Any]]]:
     """{name: (call, reference)}. Both return a tuple of index tensors."""
-    import torch
-
-    from megablocks.ops.routing.dispatch import (
-        Dispatch,
-        build_dispatch,
-        build_dispatch_ref,
-        make_routing,
-        pad_dispatch,
-        pad_indices_ref,
-    )
-    from megablocks.ops.sparse.matrix import max_block_rows, topology, topology_ref
-
     torch.manual_seed(0)
     ids = torch.rand(tokens, experts, device="cuda").topk(top_k, dim=1).indices
     routing = make_routing(ids, torch.rand(tokens, top_k, device="cuda"), experts)
@@ -74,11 +80,6 @@ def launches(fn: Callable[[], Any], calls: int = 5) -> list[tuple[str, float]]:
     Raises:
         RuntimeError: the call synchronizes (torch's guard checks it in a separate call), or the profiler saw no kernel.
     """
-    import torch
-    from torch.profiler import ProfilerActivity, profile
-
-    from megablocks.testing.syncs import no_sync
-
     fn()
     torch.cuda.synchronize()
     with no_sync():
@@ -100,8 +101,6 @@ def launches(fn: Callable[[], Any], calls: int = 5) -> list[tuple[str, float]]:
 
 def host_microseconds(fn: Callable[[], Any], calls: int = 200) -> float:
     """Median host time of a call. Every 20 calls the host waits, outside the measured time, for the GPU."""
-    import torch
-
     times = []
     for _ in range(calls):
         start = time.perf_counter()
@@ -114,10 +113,6 @@ def host_microseconds(fn: Callable[[], Any], calls: int = 200) -> float:
 
 def check(name: str, call: Callable[[], Any], reference: Callable[[], Any]) -> None:
     """End the run unless the call returns the reference's tensors, in poisoned memory and as a CUDA graph."""
-    import torch
-
-    from megablocks.testing.poison import poisoned_empty
-
     with poisoned_empty():
         first = call()
     graph = torch.cuda.CUDAGraph()
@@ -135,14 +130,6 @@ def router_step(
     tokens: int, experts: int, top_k: int, fused: bool, rounding: str | None = None
 ) -> tuple[Callable[[], Any], ...]:
     """(forward, forward + backward, STEPS forwards + one backward), from logits to a Routing with both losses."""
-    from unittest import mock
-
-    import torch
-
-    from megablocks.config import MoEConfig
-    from megablocks.moe.router import route
-    from megablocks.ops.routing import topk
-
     config = MoEConfig(
         hidden_size=64, ffn_hidden_size=64, num_experts=experts, top_k=top_k, normalize_top_k=1.0,
         load_balancing_loss_weight=0.01, z_loss_weight=0.001, token_rounding=rounding,

@@ -18,6 +18,8 @@ from typing import Any
 
 from measure import dry_run, option_parser
 
+from megablocks.monitor.trace import exclusive_times, read_step
+
 ROOT = Path(__file__).parents[1]
 EXCHANGES = ("to_experts_kernel", "to_home_kernel")
 LONGEST = 25
@@ -68,8 +70,6 @@ def main() -> int:
         raise SystemExit(
             f"exchange_waits.py: folder={options.folder}: holds {len(paths)} traces, must hold two or more"
         )
-    from megablocks.monitor.trace import exclusive_times, read_step
-
     steps = [read_step(path) for path in paths]
     of_ranks = [segments(step.kernels) for step in steps]
     counts = [len(one) for one in of_ranks]

@@ -26,9 +26,17 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+import torch
+import torch.distributed as dist
 from children import add_names, option_parser
 from measure import TOLERANCE, Gate, dry_run, environment, interleave, need_gpu, relative_error, result_path
 from measure import write_result as write
+
+from megablocks import MoEConfig, dMoE
+from megablocks.moe.symmetric import SymmetricDispatcher
+from megablocks.ops.exchange import to_experts, to_home
+from megablocks.ops.permute.rows import combine
+from megablocks.ops.routing.dispatch import make_routing
 
 
 class Case(NamedTuple):
@@ -76,8 +84,6 @@ def step_of(layer: Any, x: Any, dy: Any, backward: bool) -> Any:
 
 def timer(fn: Callable[[], object]) -> Callable[[], float]:
     """Milliseconds of a call, of the slowest rank."""
-    import torch
-    import torch.distributed as dist
 
     def measure() -> float:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -96,8 +102,6 @@ def timer(fn: Callable[[], object]) -> Callable[[], float]:
 
 
 def graph(fn: Callable[[], object]) -> Callable[[], object]:
-    import torch
-
     for _ in range(2):
         fn()
     torch.cuda.synchronize()
@@ -109,9 +113,6 @@ def graph(fn: Callable[[], object]) -> Callable[[], object]:
 
 def layer_inputs(case: Case) -> tuple[Any, Any]:
     """x and dy (T, H) of this rank."""
-    import torch
-    import torch.distributed as dist
-
     device = torch.device("cuda", torch.cuda.current_device())
     draw = torch.Generator(device).manual_seed(dist.get_rank())
     x = torch.randn(case.tokens, case.hidden, device=device, dtype=torch.bfloat16, generator=draw).requires_grad_()
@@ -120,10 +121,6 @@ def layer_inputs(case: Case) -> tuple[Any, Any]:
 
 def layer_of(case: Case, kind: str, group: Any) -> Any:
     """The layer with dispatcher `kind`; all kinds have the same weights."""
-    import torch
-
-    from megablocks import MoEConfig, dMoE
-
     config = MoEConfig(
         hidden_size=case.hidden, ffn_hidden_size=case.width, num_experts=case.experts, top_k=case.top_k,
         activation="swiglu", max_tokens=case.tokens, load_balancing_loss_weight=0.0, dispatcher=kind,
@@ -135,9 +132,6 @@ def layer_of(case: Case, kind: str, group: Any) -> Any:
 
 def judge(gate: Gate, key: str, got: list[Any], want: list[Any]) -> bool:
     """Whether all of `got` are right on every rank."""
-    import torch
-    import torch.distributed as dist
-
     worst = torch.tensor(max(relative_error(a, b) for a, b in zip(got, want, strict=True)), device="cuda")
     dist.all_reduce(worst, dist.ReduceOp.MAX)
     return gate.judge(key, worst.item(), TOLERANCE)
@@ -145,9 +139,6 @@ def judge(gate: Gate, key: str, got: list[Any], want: list[Any]) -> bool:
 
 def fullest_rank(layer: Any, x: Any, case: Case) -> float:
     """Pairs of the fullest rank over the mean of the ranks."""
-    import torch
-    import torch.distributed as dist
-
     world = dist.get_world_size()
     with torch.no_grad():
         rank = layer.router(x).expert.long() // (case.experts // world)
@@ -169,8 +160,6 @@ def times_of(timers: dict[str, Callable[[], float]], rounds: int) -> Arms:
 
 
 def layer_case(case: Case, rounds: int, key: str, gate: Gate) -> Iterator[Arms]:
-    import torch.distributed as dist
-
     x, dy = layer_inputs(case)
     layers = {kind: layer_of(case, kind, dist.group.WORLD) for kind in ("symmetric", "all_to_all")}
     got = {}
@@ -194,9 +183,6 @@ def layer_case(case: Case, rounds: int, key: str, gate: Gate) -> Iterator[Arms]:
 
 def exchange_inputs(case: Case) -> tuple[Any, Any]:
     """x (T, H) of this rank and random experts (T, K) int32."""
-    import torch
-    import torch.distributed as dist
-
     device = torch.device("cuda", torch.cuda.current_device())
     draw = torch.Generator(device).manual_seed(dist.get_rank())
     x = torch.randn(case.tokens, case.hidden, device=device, dtype=torch.bfloat16, generator=draw)
@@ -211,14 +197,6 @@ def with_rates(figures: dict[str, float], sent: float) -> dict[str, float]:
 
 def exchange_case(case: Case, rounds: int, key: str, gate: Gate) -> Iterator[Arms]:
     """The two exchanges of a layer whose experts cost nothing; "sums" is the second one with the sums of their rows."""
-    import torch
-    import torch.distributed as dist
-
-    from megablocks.moe.symmetric import SymmetricDispatcher
-    from megablocks.ops.exchange import to_experts, to_home
-    from megablocks.ops.permute.rows import combine
-    from megablocks.ops.routing.dispatch import make_routing
-
     rank, world = dist.get_rank(), dist.get_world_size()
     x, ids = exchange_inputs(case)
     routing = make_routing(ids, torch.ones(ids.shape, device=x.device), case.experts)
@@ -273,9 +251,6 @@ def main() -> None:
     need_gpu()
     if "LOCAL_RANK" not in os.environ:
         raise SystemExit("expert_parallel.py: start it by torchrun --nproc-per-node 2 benchmarks/expert_parallel.py")
-    import torch
-    import torch.distributed as dist
-
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
     torch.cuda.set_stream(torch.cuda.Stream())  # gradients are accumulated on it too, so that a graph can capture them

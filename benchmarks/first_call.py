@@ -24,9 +24,12 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
+import torch
 from children import add_names, candidate
 from layer_candidates import OURS, SIZES, Shape, labelled, shape_of
 from measure import Gate, dry_run, emit, gpu_name, need_gpu, option_parser, result_path, write_result
+
+from megablocks import MoEConfig, dMoE
 
 ACTIVATIONS = ("gelu", "swiglu")
 
@@ -58,10 +61,6 @@ def count_compilations() -> list[tuple[str, bool]]:
 
 def run_case(impl: str, activation: str, size: str) -> None:
     """In the child: the first step, then steps with new token counts."""
-    import torch
-
-    from megablocks import MoEConfig, dMoE
-
     shape = shape_named(size)
 
     def adamw(parameters: Any) -> torch.optim.Optimizer:

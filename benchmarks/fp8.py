@@ -25,8 +25,20 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any
 
+import fp8_kernels as fp8
+import torch
 from children import add_names, candidate, parser_of, run_benchmark, struck_off
+from grouped_gemm import timer
 from measure import Gate, dry_run, emit, gpu_name, interleave, milliseconds, on_gpu, relative_error, speed
+from torch.nn.functional import silu
+
+from megablocks.monitor.flops import peak_bandwidth, peak_flops
+from megablocks.ops.activation_table import Activation
+from megablocks.ops.fused.mlp import ExpertParameters, down_gradient_op, fused_mlp, fused_up_op
+from megablocks.ops.grouped.gathered_mm import gathered_mm_dw_op, grouped_mm_op, grouped_mm_sum_op
+from megablocks.ops.permute.rows import combine_op
+from megablocks.ops.routing.dispatch import build_dispatch, make_routing
+from megablocks.testing.poison import poisoned_empty
 
 # T, H, I, E, K. L: Llama-4-Scout (109B), few experts and long products. Q: Qwen3-235B-A22B, many and short ones.
 # The last expert of "small" has no rows. "toy" is for a CPU.
@@ -52,10 +64,6 @@ class Case:
     """Tensors of a shape. w: (w1, v1, w2), (E, I, H) each."""
 
     def __init__(self, name: str) -> None:
-        import torch
-
-        from megablocks.ops.routing.dispatch import build_dispatch, make_routing
-
         T, H, width, E, K = SHAPES[name]
         device = "cuda" if on_gpu() else "cpu"
         torch.manual_seed(0)
@@ -70,18 +78,11 @@ class Case:
         self.offsets, self.gather = self.dispatch.expert_offsets, self.dispatch.gather
 
     def quantize_weights(self) -> dict[str, Any]:
-        from fp8_kernels import quantize_weights
-
-        (up, up_t), (down, down_t) = quantize_weights(*self.w[:2]), quantize_weights(self.w[2])
+        (up, up_t), (down, down_t) = (fp8.quantize_weights(*w) for w in (self.w[:2], self.w[2:]))
         return {"up": up, "dX": up_t, "dA": down, "down": down_t}
 
     def bf16(self) -> tuple[Any, ...]:
         """The results named in RESULTS; dw1 has dV1 below dW1."""
-        import torch
-
-        from megablocks.ops.activation_table import Activation
-        from megablocks.ops.fused.mlp import ExpertParameters, fused_mlp
-
         leaves = [t.detach().requires_grad_() for t in (self.x, self.weight, *self.w)]
         x, weight, w1, v1, w2 = leaves
         y = fused_mlp(x, weight, self.dispatch, ExpertParameters(w1, v1, w2), Activation("swiglu"))
@@ -90,10 +91,6 @@ class Case:
 
     def fp8(self, wq: dict[str, Any], product: Callable[..., Any], keep: dict[str, Any] | None = None) -> Any:
         """As `bf16`. keep: gets what each product multiplies."""
-        import fp8_kernels as fp8
-
-        from megablocks.ops.grouped.gathered_mm import gathered_mm_dw_op
-        from megablocks.ops.permute.rows import combine_op
 
         def multiply(name: str, *operands: Any) -> Any:
             if keep is not None:
@@ -114,27 +111,20 @@ class Case:
 
     def bf16_parts(self, z: Any, d_act: Any) -> dict[str, Callable[[], Any]]:
         """The kernels of `bf16`, by product; "up" and "dA" contain the activation and its gradient."""
-        from megablocks.ops.activation_table import Activation
-        from megablocks.ops.fused import mlp
-        from megablocks.ops.grouped import gathered_mm as products
-        from megablocks.ops.permute.rows import combine_op
-
         d, (w1, v1, w2), swiglu = self.dispatch, self.w, Activation("swiglu")
         pre, gate = (half.contiguous() for half in z.chunk(2, 1))
-        rows = products.grouped_mm_op(d_act, w2, self.offsets)
+        rows = grouped_mm_op(d_act, w2, self.offsets)
         return {
-            "up": lambda: mlp.fused_up_op(self.x, w1, v1, None, None, d, swiglu),
-            "down": lambda: products.grouped_mm_op(d_act, w2, self.offsets),
-            "dA": lambda: mlp.down_gradient_op(self.dy, w2, pre, gate, self.weight, d, swiglu),
-            "dX": lambda: products.grouped_mm_sum_op(pre, w1, gate, v1, self.offsets),
-            "dW1": lambda: [products.gathered_mm_dw_op(t, self.x, d) for t in (pre, gate)],
-            "dW2": lambda: products.gathered_mm_dw_op(d_act, self.dy, d),
+            "up": lambda: fused_up_op(self.x, w1, v1, None, None, d, swiglu),
+            "down": lambda: grouped_mm_op(d_act, w2, self.offsets),
+            "dA": lambda: down_gradient_op(self.dy, w2, pre, gate, self.weight, d, swiglu),
+            "dX": lambda: grouped_mm_sum_op(pre, w1, gate, v1, self.offsets),
+            "dW1": lambda: [gathered_mm_dw_op(t, self.x, d) for t in (pre, gate)],
+            "dW2": lambda: gathered_mm_dw_op(d_act, self.dy, d),
             "combine": lambda: combine_op(rows, self.weight, d),
         }
 
     def fp8_passes(self, keep: dict[str, Any]) -> dict[str, Callable[[], Any]]:
-        import fp8_kernels as fp8
-
         z = keep["SwiGLU"][1]
         return {
             "quantize x": lambda: fp8.quantize_rows(self.x),
@@ -145,8 +135,6 @@ class Case:
 
     def torch_products(self) -> dict[str, Callable[[], Any]]:
         """The up-projection of rows gathered before: torch's grouped product, in e4m3 with one scale a row."""
-        import torch
-
         rows, w, root = self.x[self.gather], torch.cat(self.w[:2], 1), self.x.shape[1] ** 0.5
         rows8, w8 = rows.to(torch.float8_e4m3fn), (w * root).to(torch.float8_e4m3fn)
         scales = rows.new_ones(rows.shape[0]).float(), rows.new_full(w.shape[:2], 1 / root).float()
@@ -157,9 +145,6 @@ class Case:
         }
 
     def float64(self) -> tuple[Any, ...]:
-        import torch
-        from torch.nn.functional import silu
-
         x, weight, *w = (t.double().requires_grad_() for t in (self.x, self.weight, *self.w))
         y, offsets, d = torch.zeros_like(x), self.offsets.tolist(), self.dispatch
         for e in range(len(offsets) - 1):
@@ -173,7 +158,6 @@ class Case:
 
 def errors(got: tuple[Any, ...], want: tuple[Any, ...]) -> dict[str, float]:
     """Of each result; of the weights' gradients at most the first 8 experts count, which float32 copies fit."""
-    import torch
 
     def part(t: Any) -> Any:
         t = torch.cat([half[:8] for half in t], 1) if isinstance(t, tuple) else t
@@ -184,8 +168,6 @@ def errors(got: tuple[Any, ...], want: tuple[Any, ...]) -> dict[str, float]:
 
 def bounds(name: str, gpu: str) -> dict[str, float] | None:
     """Milliseconds of each arm, and of quantizing the weights, by the data sheet; None for another GPU than Hopper."""
-    from megablocks.monitor.flops import peak_bandwidth, peak_flops
-
     bf16_rate, bandwidth = peak_flops(gpu), peak_bandwidth(gpu)
     if bf16_rate is None or bandwidth is None or not any(known in gpu for known in ("H100", "H200")):
         return None
@@ -214,11 +196,6 @@ def bounds(name: str, gpu: str) -> dict[str, float] | None:
 
 def time_job(job: str, struck: set[str], args: Any) -> None:
     """Check everything, then time the parts and the layers."""
-    from fp8_kernels import rows_product_ref
-    from grouped_gemm import timer
-
-    from megablocks.testing.poison import poisoned_empty
-
     case, found = Case(job), {}
     truth = case.float64() if job in SMALL else None
     allowed = LAYER_ERROR if on_gpu() else 0.25  # Triton's interpreter rounds to e4m3 without the carry
@@ -243,12 +220,12 @@ def time_job(job: str, struck: set[str], args: Any) -> None:
     keep: dict[str, Any] = {}
     ok = check("bf16", case.bf16)
     wq = case.quantize_weights()
-    if not (check(REFERENCE, lambda: case.fp8(wq, rows_product_ref, keep)) and ok):
+    if not (check(REFERENCE, lambda: case.fp8(wq, fp8.rows_product_ref, keep)) and ok):
         return
     if on_gpu():
         from fp8_hopper import rows_product as product
     else:
-        product = rows_product_ref
+        product = fp8.rows_product_ref
     parts: dict[str, Callable[[], Any]] = {}
     for name in PRODUCTS:
         key = f"{job}/{name}/fp8"
@@ -257,7 +234,7 @@ def time_job(job: str, struck: set[str], args: Any) -> None:
         with candidate(key):
             with poisoned_empty():
                 got = product(*keep[name])
-            if (error := relative_error(got, rows_product_ref(*keep[name]))) >= PRODUCT_ERROR:
+            if (error := relative_error(got, fp8.rows_product_ref(*keep[name]))) >= PRODUCT_ERROR:
                 raise ArithmeticError(f"relative error {error:.1e}")
             parts[f"{name}/fp8"] = lambda name=name: product(*keep[name])
             emit(good=key, error=error)

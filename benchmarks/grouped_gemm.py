@@ -36,9 +36,12 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any
 
+import torch
 from children import add_names, candidate, guarded, parser_of, run_benchmark, struck_off
 from grouped_gemm_cases import OPS, SHAPES, Problem
 from measure import Gate, calls_for, dry_run, emit, host_milliseconds, interleave, milliseconds
+
+from megablocks.testing.poison import poisoned_empty
 
 PEERS = ("bmm", "torch", "quack")
 NOT_OURS = (*PEERS, "torch-take", "apart")
@@ -49,10 +52,6 @@ COMPILE_S = 120.0
 
 def time_job(job: str, struck: set[str], args: argparse.Namespace) -> None:
     """Check, then time every candidate of a shape and op. compile_only: only check them, on few tokens."""
-    import torch
-
-    from megablocks.testing.poison import poisoned_empty
-
     shape, op = job.split("/")
     problem = Problem(shape, op, tokens=512 if args.compile_only else None)
     timers: dict[str, Callable[[], float]] = {}

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Any
 
+import torch
 from measure import relative_error
+
+from megablocks.ops.permute.rows import combine
+from megablocks.ops.routing.dispatch import build_dispatch, make_routing
 
 SHAPES = {  # T, H, I, E, K
     "S0": (40960, 768, 256, 128, 8),
@@ -32,10 +36,6 @@ class Problem:
     """The operands of one product, and the float32 truth of a few experts."""
 
     def __init__(self, shape: str, op: str, tokens: int | None = None) -> None:
-        import torch
-
-        from megablocks.ops.routing.dispatch import build_dispatch, make_routing
-
         T, H, inner, E, K = SHAPES[shape]
         T = tokens or T
         self.op, self.E, self.R, self.inner = op, E, T * K, inner
@@ -91,8 +91,6 @@ class Problem:
 
     def _check_layer(self, out: Any) -> float:
         """The error of the first tokens, computed pair by pair."""
-        import torch
-
         d, worst = self.dispatch, 0.0
         for token in range(3):
             truth = torch.zeros(out.shape[1], device="cuda")
@@ -106,7 +104,6 @@ class Problem:
 
     def ours(self) -> Callable[[], Any]:
         from megablocks.ops.grouped import grouped_mm_hopper as hopper
-        from megablocks.ops.permute.rows import combine
 
         offsets, gather = self.offsets, self.gather if self.gathered else None
         if self.op in PRODUCTS:
@@ -132,8 +129,6 @@ class Problem:
 
     def torch_take(self) -> Callable[[], Any]:
         """torch's `layer` that reads the K rows of each token, instead of index_add with its atomics."""
-        import torch
-
         ends, index, back = self.offsets[1:], self.gather.long(), self.dispatch.scatter.long()
         tokens = self.a.shape[0]
         weight = self.weight.view(tokens, 1, -1).bfloat16()
@@ -146,8 +141,6 @@ class Problem:
         return layer
 
     def torch_grouped(self) -> Callable[[], Any]:
-        import torch
-
         ends, index = self.offsets[1:], self.gather.long()
         if self.op == "layer":
             weight = self.weight[self.dispatch.pair.long()].bfloat16()[:, None]
@@ -170,8 +163,6 @@ class Problem:
 
     def bmm(self) -> Callable[[], Any]:
         """As many FLOPs with R / E rows for every expert. Its result cannot be compared."""
-        import torch
-
         per = self.R // self.E
         if self.op in PRODUCTS:
             rows = torch.randn(self.E, per, self.w.shape[1], device="cuda", dtype=torch.bfloat16) * 0.1
@@ -181,7 +172,6 @@ class Problem:
         return lambda: torch.bmm(a, b)
 
     def quack(self, tile: tuple[int, int, bool, int, int]) -> Callable[[], Any]:
-        import torch
         from quack.gemm import gemm
 
         m, n, pingpong, cluster_m, cluster_n = tile

@@ -27,6 +27,7 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any
 
+import torch
 from children import add_names, parser_of, run_benchmark, struck_off
 from layer_candidates import OURS, Problem, Shape, labelled, random_ids
 from layer_timing import timers_of
@@ -64,8 +65,6 @@ def copy_timer() -> Callable[[], float]:
 
 
 def run_job(series: str, struck: set[str], args: argparse.Namespace) -> None:
-    import torch
-
     device = "cuda" if on_gpu() else "cpu"
     timers: dict[str, Callable[[], float]] = {"copy": copy_timer()} if on_gpu() else {}
     tiles: dict[int, int] = {}

@@ -16,7 +16,12 @@ from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
 
+import torch
+import torch.nn.functional as F
 from measure import dry_run, host_milliseconds, interleave, milliseconds, need_gpu, option_parser
+from torch import nn
+
+from megablocks import MoEConfig, dMoE
 
 STEPS = 100
 LAYERS = [(impl, activation) for activation in ("gelu", "swiglu") for impl in ("grouped", "sparse", "fused", "torch")]
@@ -35,9 +40,6 @@ def shape(text: str) -> Shape:
 
 def torch_layer(config: Any, layer: Any) -> Any:
     """The layer in torch's operations, with its weights as (E, I, H). forward_with_aux: x -> (y, None)."""
-    import torch
-    import torch.nn.functional as F
-    from torch import nn
 
     def of(weight: Any) -> nn.Parameter:
         return nn.Parameter(weight.detach().view(config.num_experts, -1, config.hidden_size))
@@ -67,10 +69,6 @@ def torch_layer(config: Any, layer: Any) -> Any:
 
 def make(impl: str, activation: str, tokens: int, sizes: Shape, device: str = "cuda") -> tuple[Any, Any, Any]:
     """(layer, x, dy)."""
-    import torch
-
-    from megablocks import MoEConfig, dMoE
-
     config = MoEConfig(
         hidden_size=sizes.hidden, ffn_hidden_size=sizes.width, num_experts=sizes.experts, top_k=sizes.top_k,
         activation=activation, mlp_impl="auto" if impl == "torch" else impl, load_balancing_loss_weight=0.0,
@@ -101,7 +99,6 @@ def main() -> None:
             print(f"{impl:8} {activation:7} {options.tokens} tokens, {options.shape}")
         return
     need_gpu()
-    import torch
 
     def of_a_step(fn: Callable[[], object]) -> float:
         return host_milliseconds(fn, STEPS) / STEPS

@@ -21,12 +21,14 @@ transformers' own) and the peak memory of a step. --toy runs small on a CPU.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from children import add_names, option_parser
 from measure import TOLERANCE, Gate, dry_run, interleave, milliseconds, need_gpu, on_gpu, relative_error, speed
 
@@ -42,7 +44,6 @@ TOY = {"hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 8, "num_ex
 
 
 def make_model(layers: int, toy: bool, liger: bool = False) -> Any:
-    import torch
     from transformers import Qwen3MoeConfig, Qwen3MoeModel
 
     if liger:
@@ -62,7 +63,6 @@ def make_model(layers: int, toy: bool, liger: bool = False) -> Any:
 
 def make_gpt_oss(toy: bool) -> Any:
     """One layer's experts of gpt-oss, with what this file reads of a model."""
-    import torch
     from transformers import GptOssConfig
     from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
@@ -101,10 +101,6 @@ def register() -> None:
 
 def check(model: Any, gate: Gate, arms: tuple[str, ...] = (*THEIRS, *OURS)) -> None:
     """The first layer's experts of each arm, and their gradients, against the loop over experts in float32."""
-    import copy
-
-    import torch
-
     experts = model.layers[0].mlp.experts
     config, device = model.config, experts.down_proj.device
     x = torch.randn(256, config.hidden_size, device=device)
@@ -137,8 +133,6 @@ Step = Callable[[], Any]
 
 
 def step_of(model: Any, tokens: Any, train: bool) -> Step:
-    import torch
-
     def step() -> None:
         if not train:
             with torch.no_grad():
@@ -152,8 +146,6 @@ def step_of(model: Any, tokens: Any, train: bool) -> Step:
 
 def kernels_of(model: Any, count: int) -> Step:
     """The experts of all layers, one after the other, with pairs of each layer's own."""
-    import torch
-
     config, device = model.config, model.device
     x = torch.randn(count, config.hidden_size, device=device, dtype=torch.bfloat16)
     chances = [torch.rand(count, config.num_experts, device=device) for _ in model.layers]
@@ -169,8 +161,6 @@ def kernels_of(model: Any, count: int) -> Step:
 
 def experts_step(model: Any, count: int) -> Step:
     """Forward and backward of the first layer's experts, with every gradient."""
-    import torch
-
     experts, config, device = model.layers[0].mlp.experts, model.config, model.device
     x = torch.randn(count, config.hidden_size, device=device, dtype=torch.bfloat16, requires_grad=True)
     scores, ids = torch.rand(count, config.num_experts, device=device).topk(config.num_experts_per_tok)
@@ -186,8 +176,6 @@ def report(
     name: str, model: Any, arms: list[str], step: Step, rounds: int, bases: tuple[str, ...], *, calls: int = 1,
     head_start_ms: float = 0.0,
 ) -> None:  # fmt: skip
-    import torch
-
     def timed(arm: str) -> float:
         model.set_experts_implementation(arm)
         return milliseconds(step, calls, head_start_ms=head_start_ms)
@@ -239,8 +227,6 @@ def main() -> int:
     if dry_run():
         return 0
     need_gpu(options.toy)
-    import torch
-
     register()
     model = make_model(options.layers, options.toy, options.liger)
     device, rows = model.device, max(1, tokens // 4096)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 
+import torch
 from bookkeeping import launches
 from layer_candidates import OURS, SIZES, Problem, labelled, problem_of, random_ids
 from measure import dry_run, need_gpu, option_parser
@@ -39,8 +40,6 @@ def main() -> None:
             print(f"{label} {args.impl}")
         return
     need_gpu()
-    import torch
-
     for label in args.shapes:
         problem = problem_named(label)
         times = launches(problem.maker(mlp_impl=args.impl)().total)

@@ -11,10 +11,12 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+import torch
 from measure import on_gpu
 
 from megablocks.tool import problem as shared
-from megablocks.tool.problem import OURS, ROUTER_TOLERANCE, TOLERANCE, Shape, Step, random_ids  # noqa: F401
+from megablocks.tool.peers import peers
+from megablocks.tool.problem import OURS, Shape, Step, random_ids  # noqa: F401
 
 GRAPHED = "auto graphed"
 PEERS = ("torch", "scattermoe", "sonicmoe")
@@ -81,8 +83,6 @@ def skewed(num_tokens: int, num_experts: int, top_k: int, skew: float, seed: int
     The K ids of a token differ as long as no expert holds more than T pairs (skew <= E/K). `seed` decides which expert
     is the fullest and which tokens it gets.
     """
-    import torch
-
     generator = torch.Generator().manual_seed(seed)
     loads = torch.tensor(skewed_loads(num_tokens * top_k, num_experts, skew))
     expert = torch.randperm(num_experts, generator=generator).repeat_interleave(loads)
@@ -103,14 +103,10 @@ class Problem(shared.Problem):
 
     def peers(self) -> dict[str, Callable[[], Step]]:
         """The peers that are installed."""
-        from megablocks.tool.peers import peers
-
         return peers(self)
 
     def routing(self) -> Any:
         """The routing of these tokens in training. It differs from `ids` only if the settings round the loads."""
-        import torch
-
         router = self.module(self.config()).router
         with torch.no_grad():
             return router.route(router.logits(self.x))
@@ -120,8 +116,6 @@ class Problem(shared.Problem):
 
     def bmm(self) -> Step:
         """Only cuBLAS's batched products, with the same FLOPs and T·K/E rows for every expert."""
-        import torch
-
         s = self.shape
         per = s.tokens * s.top_k // s.experts
         generator = torch.Generator(self.device).manual_seed(1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+import torch
 from children import candidate, guarded, struck_off
 from layer_candidates import GRAPHED, PEERS, Problem, Step, kind
 from measure import calls_for, emit, graph_of, host_milliseconds, interleave, milliseconds, on_gpu
@@ -57,8 +58,6 @@ def timers_of(
 
 
 def _in_one_thread(step: Step) -> None:
-    import torch
-
     with torch.autograd.set_multithreading_enabled(False):
         step.total()
 

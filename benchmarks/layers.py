@@ -22,16 +22,20 @@ benchmarks/plot.py draws. DRY_RUN=1 prints the cases.
 from __future__ import annotations
 
 import argparse
+import csv
 import sys
 from collections.abc import Callable, Collection
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
 from children import add_names, parser_of, run_benchmark
 from layer_candidates import GRAPHED, OURS, PEER_LAYERS, PEERS, SIZES, Problem, Shape, Step, kind, problem_of, select
 from layer_timing import check_and_time
 from measure import Gate, cells, dry_run, emit, gpu_name, on_gpu, result_path, speed
+
+from megablocks.moe.router import make_router
 
 SKEWS = (1.0, 1.5, 2.0, 4.0, 8.0)
 PADDED, KNOWN = "padded", "padded known"
@@ -40,8 +44,6 @@ TRAINED_LOAD = Path(__file__).parent / "results/h200/dmoe_46m/expert_load.csv"
 
 def trained_skews() -> list[float]:
     """max/mean load of each layer of a trained dMoE-XS."""
-    import csv
-
     fullest: dict[str, float] = {}
     with open(TRAINED_LOAD, newline="") as file:
         for row in csv.DictReader(file):
@@ -59,10 +61,6 @@ def makers(problem: Problem, skew: float, wanted: Collection[str]) -> dict[str, 
 
 def fresh_skew(shape: Shape, device: str) -> float:
     """max/mean load of a freshly initialized router on random data."""
-    import torch
-
-    from megablocks.moe.router import make_router
-
     torch.manual_seed(0)
     router = make_router(shape.config(), device=device)
     with torch.no_grad():
@@ -71,8 +69,6 @@ def fresh_skew(shape: Shape, device: str) -> float:
 
 
 def run_job(job: str, struck: set[str], args: argparse.Namespace) -> None:
-    import torch
-
     size, skew = job.split("/")
     problem = problem_of(job)
     load = torch.bincount(problem.ids.flatten(), minlength=problem.shape.experts)

@@ -21,6 +21,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
 from measure import (
     TOLERANCE,
     Gate,
@@ -36,6 +37,8 @@ from measure import (
     write_result,
 )
 
+from megablocks.ops.loss import CHUNK_BYTES, KEEP_BYTES, linear_cross_entropy
+
 HIDDEN = 768
 CASES = [(tokens, words) for words in (32768, 51200) for tokens in (32768, 131072)]
 KEPT = {"ours": None, "recompute": 0, "keep": 2**62}  # bytes
@@ -45,7 +48,6 @@ TRUTH_ROWS = 4096
 
 def plain_loss(x: Any, weight: Any, labels: Any) -> Any:
     """The loss of each token by the steps of Megatron's VocabParallelCrossEntropy, on one rank."""
-    import torch
 
     class CrossEntropy(torch.autograd.Function):
         @staticmethod
@@ -72,8 +74,6 @@ class Case:
     """Operands of one size, and a function by name that returns dx and dW."""
 
     def __init__(self, tokens: int, words: int) -> None:
-        import torch
-
         torch.manual_seed(0)
         self.x = torch.randn(tokens, HIDDEN, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         weight = torch.randn(words, HIDDEN, device="cuda") * HIDDEN**-0.5
@@ -82,10 +82,6 @@ class Case:
         self.mask = (torch.arange(tokens, device="cuda") % 16 != 0).float()
 
     def gradients(self, name: str) -> Callable[[], tuple[Any, ...]]:
-        import torch
-
-        from megablocks.ops.loss import KEEP_BYTES, linear_cross_entropy
-
         x, weight, labels = self.x, self.weight, self.labels
 
         def loss() -> Any:
@@ -105,8 +101,6 @@ class Case:
 
     def truth(self) -> tuple[Any, Any]:
         """dx and dW with float32 logits, in chunks."""
-        import torch
-
         weight, parts = self.weight.detach().float(), []
         dw = torch.zeros_like(weight)
         for rows, labels, mask in zip(
@@ -122,8 +116,6 @@ class Case:
 
 def peak_bytes(fn: Callable[[], tuple[Any, ...]]) -> int:
     """The most memory that a call takes beside what was there and what it returns."""
-    import torch
-
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     results = fn()
@@ -132,9 +124,6 @@ def peak_bytes(fn: Callable[[], tuple[Any, ...]]) -> int:
 
 def kernels(words: int, rounds: int) -> dict[str, float]:
     """µs of the two kernels on a chunk of logits."""
-    import torch
-
-    from megablocks.ops.loss import CHUNK_BYTES
     from megablocks.ops.loss_triton import gradient_launch, sums_launch
 
     rows = CHUNK_BYTES // (2 * words)
@@ -164,8 +153,6 @@ def main() -> int:
             print(f"T, H, V = {tokens}, {HIDDEN}, {words}: {', '.join(NAMES)}")
         return 0
     need_gpu()
-    import torch
-
     has_liger = importlib.util.find_spec("liger_kernel") is not None
     names = [name for name in NAMES if has_liger or not name.startswith("liger")]
     gate, records = Gate(ours=lambda key: key.split("/")[1] in KEPT), []

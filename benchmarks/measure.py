@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from megablocks.config import ConfigError, is_dry_run
+from megablocks.files import write_durably
+from megablocks.monitor.env_report import commit, version
 from megablocks.tool.commands import print_in_any_locale
 
 # What `python -m megablocks bench` needs too; the benchmarks have it from here.
@@ -200,8 +202,6 @@ def environment() -> dict[str, Any]:
     """GPU, versions, commit and command of this run."""
     import torch
 
-    from megablocks.monitor.env_report import commit, version
-
     found = {package: version(package) for package in PACKAGES}
     return {
         "gpu": gpu_name(),
@@ -239,8 +239,6 @@ def write_result(
     taken_on: Mapping[str, Any] | None = None,
 ) -> None:
     """Write the result of a run atomically. taken_on: the `environment` of the run, by default this one."""
-    from megablocks.files import write_durably
-
     result = {
         "format": FORMAT,
         "benchmark": name,

@@ -17,9 +17,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+import torch
 from children import add_names, option_parser
-from layer_candidates import ROUTER_TOLERANCE, TOLERANCE
-from measure import Gate, dry_run, graph_of, interleave, milliseconds, need_gpu, relative_error, write_result
+from measure import Gate, dry_run, graph_of, interleave, milliseconds, need_gpu, write_result
+
+from megablocks import MoEConfig, dMoE
+from megablocks.testing.poison import poisoned_empty
+from megablocks.tool.problem import error_of
 
 
 class Case(NamedTuple):
@@ -67,8 +71,6 @@ def main() -> int:
         print(*cases, sep="\n")
         return 0
     need_gpu()
-    import torch
-
     torch.backends.cuda.matmul.allow_tf32 = False  # float32 is the reference
     print(f"ms as a graph (eager) and MiB kept, of {', '.join(options.impls)}; the choice of auto")
     gate, records = Gate(lambda key: True), []
@@ -83,10 +85,6 @@ def main() -> int:
 
 def layer_of(case: Case, impl: str, device: str = "cuda") -> Any:
     """A layer in bf16. The experts of the "reference" have the same weights in float32."""
-    import torch
-
-    from megablocks import MoEConfig, dMoE
-
     torch.manual_seed(0)
     config = MoEConfig(
         hidden_size=case.hidden, ffn_hidden_size=case.width, num_experts=case.experts, top_k=case.top_k,
@@ -101,8 +99,6 @@ def layer_of(case: Case, impl: str, device: str = "cuda") -> Any:
 
 def step_of(layer: Any, x: Any, dy: Any) -> Callable[[], dict[str, Any]]:
     """A step of forward and backward of y and the loss. It returns y, dx and the parameters' gradients by name."""
-    import torch
-
     names, parameters = zip(*layer.named_parameters(), strict=True)
 
     def step() -> dict[str, Any]:
@@ -121,27 +117,8 @@ def truth_of(case: Case, x: Any, dy: Any) -> dict[str, Any]:
     return step_of(layer_of(case, "reference", x.device.type), exact, dy.float())()
 
 
-def error_of(got: dict[str, Any], want: dict[str, Any]) -> float:
-    """The largest relative error.
-
-    Raises:
-        ArithmeticError: an error exceeds its tolerance. The message names the tensor.
-    """
-    worst = 0.0
-    for name, value in want.items():
-        error, limit = relative_error(got[name], value), ROUTER_TOLERANCE if "router" in name else TOLERANCE
-        if not error <= limit:
-            raise ArithmeticError(f"{name}: relative error {error:.1e}, at most {limit:.0e}")
-        worst = max(worst, error)
-    return worst
-
-
 def measure(case: Case, impls: list[str], gate: Gate) -> dict[str, Any] | None:
     """Milliseconds and memory by impl. None if an impl is wrong or raises; then the gate has its failure."""
-    import torch
-
-    from megablocks.testing.poison import poisoned_empty
-
     x, dy = (torch.randn(case.tokens, case.hidden, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     x.requires_grad_()
     truth = truth_of(case, x, dy)

@@ -23,7 +23,10 @@ from functools import partial
 from statistics import median
 from typing import Any
 
+import torch
 from measure import Gate, dry_run, interleave, milliseconds, need_gpu, option_parser, relative_error, speed
+
+from megablocks.ops.adam import FusedAdam, Tables, square_sum
 
 HIDDEN, WIDTH, EXPERTS, VOCABULARY = 768, 3072, 64, 51200
 BYTES = {"norm": 4, "step": 30}
@@ -43,10 +46,6 @@ def shapes(layers: int) -> list[tuple[int, ...]]:
 
 def make(arm: str, masters: list[Any], models: list[Any]) -> dict[str, Callable[[], Any]]:
     """The steps of a candidate by name. The candidates share parameters and gradients, and have their own moments."""
-    import torch
-
-    from megablocks.ops.adam import FusedAdam, Tables, square_sum
-
     device = masters[0].device
     if arm == "fused":
         ours, tables = FusedAdam(masters, decoupled_weight_decay=True, **OPTIONS), Tables()
@@ -78,8 +77,6 @@ def make(arm: str, masters: list[Any], models: list[Any]) -> dict[str, Callable[
 
 def check(gate: Gate) -> None:
     """Compare three steps of each candidate with AdamW in float64."""
-    import torch
-
     for arm in ARMS:
         generator = torch.Generator("cuda").manual_seed(0)
         masters = [torch.randn(n, device="cuda", generator=generator) for n in (1, 13, 4096, 1_000_003)]
@@ -113,8 +110,6 @@ def main() -> int:
     if dry_run():
         return 0
     need_gpu()
-    import torch
-
     gate = Gate(ours=lambda key: key == "fused")
     check(gate)
     if not gate.report():

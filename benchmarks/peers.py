@@ -37,6 +37,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
 from children import add_names, candidate, chosen, parser_of, run_benchmark
 from layer_candidates import (
     FUSED_MODES,
@@ -104,8 +105,6 @@ def load(label: str, wanted: tuple[str, ...], skew: float | None) -> tuple[Probl
 
 def prepare(job: str, args: argparse.Namespace) -> None:
     """Run every candidate once, which compiles its kernels. A failure counts only if it happens again when timed."""
-    import torch
-
     for name, make in load(labels(args.toy)[int(job)], tuple(args.candidates), args.skew)[1].items():
         with candidate(f"{job}/{name}"):
             make().total()

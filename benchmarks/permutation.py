@@ -20,6 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
 from measure import (
     Gate,
     calls_for,
@@ -34,6 +35,8 @@ from measure import (
     write_result,
 )
 
+from megablocks.testing.poison import poisoned_empty
+
 SHAPES = (
     (24576, 1536, 8), (40960, 768, 8), (32768, 4096, 8), (16384, 4096, 2),
     (65536, 512, 1), (32768, 768, 1), (16384, 1024, 2),
@@ -46,8 +49,6 @@ class Case:
     """The ops of one shape: {name: (call, reference, bytes)}."""
 
     def __init__(self, tokens: int, hidden: int, top_k: int) -> None:
-        import torch
-
         from megablocks.ops.permute import rows as r
         from megablocks.ops.routing import dispatch as p
 
@@ -86,10 +87,6 @@ class Case:
 
     def wrong(self) -> list[str]:
         """The ops whose result differs from the reference by more than roundings of bf16."""
-        import torch
-
-        from megablocks.testing.poison import poisoned_empty
-
         bad = []
         self.errors: dict[str, float] = {}
         for name, (call, reference, _) in self.ops.items():
@@ -108,8 +105,6 @@ class Case:
 
 def copies_of(num_bytes: int) -> dict[str, Callable[[], Any]]:
     """Two ways of torch to read and write num_bytes in all: copy_, and an elementwise kernel."""
-    import torch
-
     x = torch.randn(num_bytes // 4, device="cuda", dtype=torch.bfloat16)
     out = torch.empty_like(x)
     return {f"copy {num_bytes}": lambda: out.copy_(x), f"neg {num_bytes}": lambda: torch.neg(x, out=out)}

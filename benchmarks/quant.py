@@ -23,7 +23,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
 from measure import Gate, dry_run, interleave, milliseconds, option_parser, relative_error, write_result
+
+from megablocks import MoEConfig, dMoE
+from megablocks.ops.quant.quant import dequantize, packed_bytes, quantize
 
 QUANTIZERS = ("inputs", "rematerialize", "scatter")
 BOUND = {8: 1e-2, 4: 1e-1}
@@ -38,10 +42,6 @@ def cases() -> list[tuple[str, str, int, tuple[str, ...]]]:
 
 def measure(impl: str, activation: str, bits: int, names: tuple[str, ...], tokens: int, device: str) -> Any:
     """(gradients by name, bytes kept, a step to time) of one layer."""
-    import torch
-
-    from megablocks import MoEConfig, dMoE
-
     size = SIZES[device]
     config = MoEConfig(
         hidden_size=size["hidden"], ffn_hidden_size=size["width"], num_experts=size["experts"], activation=activation,
@@ -75,8 +75,6 @@ def measure(impl: str, activation: str, bits: int, names: tuple[str, ...], token
 
 def predicted(impl: str, activation: str, bits: int, names: tuple[str, ...], tokens: int, device: str) -> int | None:
     """The bytes that one quantizer saves, with codes and scales counted, for top-1; None for several quantizers."""
-    from megablocks.ops.quant.quant import packed_bytes
-
     hidden, width, experts = SIZES[device].values()
     value, rows, used = (2 if device == "cuda" else 4), tokens, tokens
     if impl == "sparse":  # pads the rows of every expert to blocks of 128, and keeps whole blocks of pre-activations
@@ -97,9 +95,6 @@ def predicted(impl: str, activation: str, bits: int, names: tuple[str, ...], tok
 
 def measure_kernels(rows: int, width: int, repeats: int) -> list[dict[str, Any]]:
     """GB/s of both kernels and of a copy, in bfloat16."""
-    import torch
-
-    from megablocks.ops.quant.quant import dequantize, packed_bytes, quantize
 
     def gb(run: Callable[[], object], nbytes: int) -> float:
         milliseconds(run, 3)
@@ -132,8 +127,6 @@ def main() -> int:
         for impl, activation, bits, names in cases():
             print(f"{impl:8} {activation:7} bits={bits} {'+'.join(names)}")
         return 0
-
-    import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokens = options.tokens or (65536 if device == "cuda" else 512)

@@ -76,18 +76,18 @@ def span(value: Span | None, form: str, scale: float = 1.0) -> str:
     return mean if low == high else f"{mean} ({low} to {high})"
 
 
-def _sooner(one: Summary, form: str = ".2f") -> str:
+def _sooner(one: Summary) -> str:
     if one.sooner is None and one.seeds > 1:
         return f"{one.missed} of {one.seeds} seeds miss it{', some stopped before it' if one.beyond else ''}"
     if one.beyond:
-        return f"less than {one.beyond[1]:{form}}"
-    return span(one.sooner, form)
+        return f"less than {one.beyond[1]:.2f}"
+    return span(one.sooner, ".2f")
 
 
-def _to_base(one: Summary, scale: float, form: str = ".2f") -> str:
+def _to_base(one: Summary, scale: float) -> str:
     if one.beyond and one.seeds == 1:
-        return f"more than {one.beyond[0] / scale:{form}}"
-    return span(one.to_base_s, form, scale)
+        return f"more than {one.beyond[0] / scale:.2f}"
+    return span(one.to_base_s, ".2f", scale)
 
 
 def _at_once(record: dict[str, Any]) -> int:

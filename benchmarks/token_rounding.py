@@ -24,6 +24,7 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any
 
+import torch
 from children import add_names, parser_of, run_benchmark, struck_off
 from layer_candidates import Problem, Shape, labelled, random_ids
 from layer_timing import timers_of
@@ -46,8 +47,6 @@ def labels(toy: bool) -> list[str]:
 
 def even_ids(shape: Shape, device: str) -> Any:
     """(T, K) ids. Each token has K different experts, and all loads are equal. E must divide T, and K divide E."""
-    import torch
-
     tokens, experts, top_k = shape.tokens, shape.experts, shape.top_k
     assert tokens % experts == 0 and experts % top_k == 0 and tokens // experts * top_k % TILE == 0, shape.label
     generator = torch.Generator(device).manual_seed(3)

@@ -42,6 +42,8 @@ from typing import Any, NamedTuple
 from children import add_names, end_session
 from measure import Gate, dry_run, gpu_name, need_gpu, option_parser, result_path, write_result
 
+from megablocks.monitor.history import parse_log_line
+
 ROOT = Path(__file__).parents[1]
 STEPS, INTERVAL = 30, 5
 TOLERANCE = 0.02
@@ -179,8 +181,6 @@ def command_of(
 
 def read_log(text: str, steps: int = STEPS) -> Measured:
     """The second half of a run's steps. Raises ValueError if the log does not end with the last step."""
-    from megablocks.monitor.history import parse_log_line
-
     lines = [parse_log_line(line) for line in text.splitlines() if "elapsed time per iteration" in line]
     if not lines or lines[-1].get("iteration") != steps:
         raise ValueError("the run ended early")

@@ -24,7 +24,8 @@ from megatron.core.extensions.transformer_engine import HAVE_TE
 from torch.distributed.checkpoint.metadata import TensorProperties
 
 from megablocks.config import ConfigError, refuse
-from megablocks.megatron import engine
+from megablocks.megatron import cuda_graph, data, engine
+from megablocks.megatron.model_config import OWN_EXCHANGE, check_fields
 from megablocks.megatron.settings import (
     EXPERTS_ONLY,
     PREFIX,
@@ -168,9 +169,7 @@ class DriverParser(argparse.ArgumentParser):
             parsed.megablocks_explicit = {actions[flag].dest for flag in given if flag in actions}
             resolve(parsed)
             if self.needs_data:
-                from megablocks.megatron.data import check_named
-
-                check_named(parsed)
+                data.check_named(parsed)
         return parsed, unknown
 
 
@@ -187,9 +186,7 @@ def resolve(args: argparse.Namespace) -> None:
     explicit: set[str] = args.megablocks_explicit
     _resolve_aliases(args, explicit)
     if args.data_prefix is not None:
-        from megablocks.megatron.data import flags_of_folder
-
-        for dest, value in flags_of_folder(args.data_prefix).items():
+        for dest, value in data.flags_of_folder(args.data_prefix).items():
             if dest in explicit and getattr(args, dest) != value:
                 rule = f"must be left out with --data-prefix {args.data_prefix}, which sets {value!r}"
                 refuse(dest, getattr(args, dest), rule)
@@ -375,8 +372,6 @@ def check(args: argparse.Namespace) -> None:
     settings_from(args, DriverSettings)
     settings_from(args, MegaBlocksSettings)
     if args.cuda_graph_impl != "none":
-        from megablocks.megatron import cuda_graph
-
         cuda_graph.check(args)
     _check_saves(args)
     if args.num_experts:
@@ -467,8 +462,6 @@ def _check_layer(args: argparse.Namespace) -> None:
     layer = args.megablocks_layer
     if layer == "megatron" or args.spec is not None:
         return
-    from megablocks.megatron.model_config import OWN_EXCHANGE, check_fields
-
     for dest in UNSUPPORTED_BY_EXPERTS:
         if value := getattr(args, dest, None):
             refuse(dest, value, "must be left out, or use Megatron's own layer (--megablocks-layer megatron)")

@@ -48,29 +48,25 @@ class History:
     def of_run(cls, folder: Path) -> History:
         """All rows of an earlier run. Raises ConfigError for a row that holds anything but numbers."""
         history = cls(folder)
-        for row in history._read():
-            history.add(int(row["iteration"]), row)
+        history.rows = history._read()
         return history
 
     def load(self, up_to: int) -> None:
         """Read the rows of an earlier run with iteration <= `up_to`. Ignores a damaged file and other columns."""
         with contextlib.suppress(ConfigError):
-            for row in self._read():
-                if row["iteration"] <= up_to:
-                    self.add(int(row["iteration"]), row)
+            self.rows |= {iteration: row for iteration, row in self._read().items() if iteration <= up_to}
 
-    def _read(self) -> list[dict[str, float]]:
+    def _read(self) -> dict[int, dict[str, float]]:
         if not self.path.exists():
-            return []
+            return {}
         with open(self.path, newline="") as file:
             reader = csv.DictReader(file)
             try:
                 if tuple(reader.fieldnames or ()) != LOSS_COLUMNS:
-                    return []
-                return [
-                    {name: float(text) for name, text in row.items() if text} | {"iteration": int(row["iteration"])}
-                    for row in reader
-                ]
+                    return {}
+                return {
+                    int(row["iteration"]): {name: float(text) for name, text in row.items() if text} for row in reader
+                }
             except (TypeError, ValueError, csv.Error):  # not a number, too many values for the columns, or not text
                 where = f"{self.path}: line {max(1, reader.line_num)}"
                 raise ConfigError(f"{where} is no row of numbers; mend or remove it") from None

@@ -20,11 +20,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
+
 from megablocks.config import ConfigError, check_integers, refuse
 from megablocks.files import write_durably
 from megablocks.megatron.settings import flag_of
 from megablocks.monitor.plots import new_figure, save_figure
 from megablocks.ops.activation_table import ACTIVATIONS
+from megablocks.tool import peers
 from megablocks.tool.commands import Parser, check_switches, in_one_line, progress
 from megablocks.tool.problem import OURS, PEERS, Problem, Shape, Step, memory_of, random_ids
 from megablocks.tool.timing import ROUNDS, calls_for, host_milliseconds, interleave, milliseconds, on_gpu, speed
@@ -78,10 +81,6 @@ def measure(problem: Problem, makers: Mapping[str, Callable[[], Step]], rounds: 
 
 def report(shape: Shape, dtype: str, only: Sequence[str], rounds: int) -> dict[str, Any]:
     """Return everything that `bench` prints, as the dict that --json prints."""
-    import torch
-
-    from megablocks.tool.peers import peers
-
     device = "cuda" if on_gpu() else "cpu"
     try:
         problem = Problem(shape, random_ids(shape, device), device=device, dtype=getattr(torch, dtype))
@@ -91,7 +90,7 @@ def report(shape: Shape, dtype: str, only: Sequence[str], rounds: int) -> dict[s
             f"tokens={shape.tokens}, hidden_size={shape.hidden}, ffn_hidden_size={shape.width}, "
             f"num_experts={shape.experts}: tokens or weights cannot be allocated ({reason}); use fewer"
         ) from error
-    makers = problem.ours() | peers(problem)
+    makers = problem.ours() | peers.peers(problem)
     found = measure(problem, {name: make for name, make in makers.items() if not only or name in only}, rounds)
     auto = problem.module(problem.config()).experts.mlp_impl_for()
     return {

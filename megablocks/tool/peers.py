@@ -1,6 +1,6 @@
 """The layers of other packages, called as in their own benchmarks. Each function turns a `Problem` into a `Step`.
 
-A peer is imported only when it is called. A peer without a router uses ours. Importing this file loads torch.
+A peer is imported only when it is called. A peer without a router uses ours.
 """
 
 from __future__ import annotations

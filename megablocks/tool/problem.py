@@ -11,19 +11,21 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+from torch import Tensor
+
+from megablocks import MoE, dMoE
 from megablocks.config import MoEConfig
 from megablocks.ops.activation_table import Activation
+from megablocks.ops.routing.topk import route_topk
+from megablocks.ops.routing.values import RouterOptions
+from megablocks.testing.poison import poisoned_empty
+from megablocks.testing.routings import steer
 from megablocks.tool.timing import on_gpu, relative_error
-
-if TYPE_CHECKING:  # importing this file loads no torch
-    import torch
-    from torch import Tensor
-
-    from megablocks import MoE, dMoE
 
 OURS = ("auto", "sparse", "grouped", "scatter", "fused")
 PEERS = ("torch", "scattermoe", "sonicmoe", "sonicmoe compiled")
@@ -69,8 +71,6 @@ class Shape:
 
 def random_ids(shape: Shape, device: str) -> Any:
     """Return (T, K) ids. Each token has K different experts, all equally likely."""
-    import torch
-
     generator = torch.Generator(device).manual_seed(3)
     return torch.rand(shape.tokens, shape.experts, device=device, generator=generator).topk(shape.top_k, dim=1).indices
 
@@ -85,16 +85,12 @@ class Step:
 
     def total(self) -> Any:
         """Run forward and backward. Returns (y, gradients of the leaves) and accumulates nothing."""
-        import torch
-
         y = self.forward()
         return y, torch.autograd.grad(y, self.leaves, self.dy)
 
 
 def memory_of(step: Step) -> dict[str, int]:
     """Return the bytes that forward leaves allocated, and the most bytes allocated in a step. Empty on a CPU."""
-    import torch
-
     if not on_gpu():
         return {}
     gc.collect()  # otherwise memory of reference cycles could be freed during the measurement
@@ -108,16 +104,28 @@ def memory_of(step: Step) -> dict[str, int]:
     return {"held": held, "peak": peak}
 
 
+def error_of(got: Mapping[str, Any], want: Mapping[str, Any], slack: float = 1.0) -> float:
+    """Return the largest relative error of the tensors in `got`, whose truths `want` has by the same names.
+
+    Raises ArithmeticError, which names the tensor, if an error exceeds its tolerance times `slack`.
+    """
+    worst = 0.0
+    for name, value in got.items():
+        limit = slack * (ROUTER_TOLERANCE if "router" in name else TOLERANCE)
+        off = relative_error(value, want[name])
+        if off > limit:
+            raise ArithmeticError(f"{name}: relative error {off:.1e}, at most {limit:.0e}")
+        worst = max(worst, off)
+    return worst
+
+
 class Problem:
     """Inputs, weights, the given routing and the float32 truth of one shape."""
 
     def __init__(
-        self, shape: Shape, ids: Tensor, *, device: str, dtype: torch.dtype | None = None, **settings: Any
+        self, shape: Shape, ids: Tensor, *, device: str, dtype: torch.dtype = torch.bfloat16, **settings: Any
     ) -> None:
         """settings: options of the MoEConfig of every layer, also of the truth."""
-        import torch
-
-        dtype = torch.bfloat16 if dtype is None else dtype
         T, H, I, E = shape.tokens, shape.hidden, shape.width, shape.experts  # noqa: E741
         self.shape, self.ids, self.device, self.dtype = shape, ids.to(device), device, dtype
         self.settings = settings
@@ -143,11 +151,6 @@ class Problem:
 
     def module(self, config: MoEConfig, experts_dtype: torch.dtype | None = None) -> dMoE | MoE:
         """Return one of our layers with the shared weights. experts_dtype: of the experts only, for the truth."""
-        import torch
-
-        from megablocks import MoE, dMoE
-        from megablocks.testing.routings import steer
-
         made = (dMoE if config.capacity_factor is None else MoE)(config, device="meta", dtype=self.dtype)
         state = {"router.layer.weight": self.router, "experts.w1": self.w1, "experts.w2": self.w2}
         if self.v1 is not None:
@@ -162,8 +165,6 @@ class Problem:
 
     def layer(self, config: MoEConfig, *, experts_dtype: torch.dtype | None = None, graphed: bool = False) -> Step:
         """Return a step of `module`. graphed: through torch.cuda.make_graphed_callables."""
-        import torch
-
         made = self.module(config, experts_dtype)
         dtype = self.dtype if experts_dtype is None else experts_dtype
         x = self.x.to(dtype).requires_grad_()
@@ -183,8 +184,6 @@ class Problem:
 
     def truth(self) -> dict[str, Any]:
         """Return output and gradients of the loop over experts in float32, rounded to the dtype."""
-        import torch
-
         if not self._truth:
             y, grads = self.layer(self.config(mlp_impl="reference"), experts_dtype=torch.float32).total()
             values = {"y": y.detach()} | dict(zip(self.names, grads, strict=True))
@@ -192,27 +191,17 @@ class Problem:
         return self._truth
 
     def error(self, step: Step, *, weights: bool, slack: float = 1.0) -> float:
-        """Return the largest relative error of y and the gradients. Each must be within its tolerance times `slack`.
+        """Return `error_of` of y and the gradients.
 
         weights: also compare the gradients of router and experts, and run in memory filled with NaN. Off for peers,
-        because their weights have other layouts. Raises ArithmeticError, which names the tensor, if an error exceeds
-        its tolerance.
+        because their weights have other layouts.
         """
-        from megablocks.testing.poison import poisoned_empty
-
         with poisoned_empty() if weights else contextlib.nullcontext():
             y, grads = step.total()
         got = {"y": y.detach(), "dx": grads[0]}
         if weights:
             got |= dict(zip(self.names, grads, strict=True))
-        worst = 0.0
-        for name, value in got.items():
-            limit = slack * (ROUTER_TOLERANCE if name == "d_router" else TOLERANCE)
-            off = relative_error(value, self.truth()[name])
-            if off > limit:
-                raise ArithmeticError(f"{name}: relative error {off:.1e}, at most {limit:.0e}")
-            worst = max(worst, off)
-        return worst
+        return error_of(got, self.truth(), slack)
 
     def ours(self) -> dict[str, Callable[[], Step]]:
         """Return makers of dMoE with each mlp_impl except "reference"."""
@@ -225,9 +214,6 @@ class Problem:
 
         torch's operators would be unfair: their top-k alone takes longer than the rest of a router.
         """
-        from megablocks.ops.routing.topk import route_topk
-        from megablocks.ops.routing.values import RouterOptions
-
         s = self.shape
         out = route_topk(logits + self.constant, RouterOptions(s.top_k, after=s.softmax_order == "after_topk"))
         return out.weight.view(s.tokens, s.top_k), out.expert.view(s.tokens, s.top_k).long()
@@ -237,8 +223,6 @@ class Problem:
 
     def up_weight(self, *, gate_first: bool = True) -> Any:
         """Return the up-projection (E, I, H), or (E, 2I, H) if gated."""
-        import torch
-
         if self.v1 is None:
             return self.leaf(self.experts(self.w1))
         halves = [self.experts(self.w1), self.experts(self.v1)]
