@@ -430,10 +430,10 @@ SECTIONS: dict[str, Callable[[dict[str, Any], dict[str, Summary]], str]] = {
 }
 
 
-def overview(titled: Mapping[str, tuple[dict[str, Any], dict[str, Summary]]]) -> str:
+def overview(titled: Sequence[tuple[str, dict[str, Any], dict[str, Summary]]]) -> str:
     """A row for each comparison. An arm that it did not run, or that never got so far, is a dash."""
     rows = []
-    for title, (record, summaries) in titled.items():
+    for title, record, summaries in titled:
         base, dmoe = summaries[BASE], summaries.get("dmoe")
         others = [one for arm, one in summaries.items()
                   if ARMS[arm].has_quality and arm.startswith(("capacity-", "tutel-")) and one.sooner]  # fmt: skip
@@ -452,17 +452,24 @@ def overview(titled: Mapping[str, tuple[dict[str, Any], dict[str, Summary]]]) ->
     return f"{text}\n\n{table(head, rows)}"
 
 
+def _title(record: dict[str, Any], summaries: dict[str, Summary]) -> str:
+    """What tells a comparison from others of its model."""
+    tuned = ", tuned learning rates" if record["settings"]["rates"] == "tuned" else ""
+    model = MODELS[record["settings"]["model"]].title
+    return f"{model}, {_tokens(record)}, warm-up {_warmup(record)}, {_seeds(summaries)}{tuned}"
+
+
 def report(records: Sequence[tuple[dict[str, Any], str]]) -> str:
     """RESULTS.md of (record, folder of its pictures relative to the report)."""
     parts = ["# Dropless against dropping, padding and dense models", "Written by `benchmarks/report.py`; do not edit."]
-    titles = [MODELS[record["settings"]["model"]].title for record, _ in records]
-    titled = {}
-    for (record, folder), title in zip(records, titles, strict=True):
-        summaries = summarize(record)
-        if titles.count(title) > 1:
-            title += f", {_tokens(record)}, warm-up {_warmup(record)}, {_seeds(summaries)}"
-            title += ", tuned learning rates" if record["settings"]["rates"] == "tuned" else ""
-        titled[title] = record, summaries
+    models = [record["settings"]["model"] for record, _ in records]
+    titled: list[tuple[str, dict[str, Any], dict[str, Summary]]] = []
+    for record, folder in records:
+        summaries, model = summarize(record), record["settings"]["model"]
+        title = _title(record, summaries) if models.count(model) > 1 else MODELS[model].title
+        if any(title == other for other, *_ in titled):
+            title += f", again at {record['runs'][0]['environment']['commit'][:7]}"
+        titled.append((title, record, summaries))
         parts.append(f"## {title}")
         for name, section in SECTIONS.items():
             parts += [f"### {name}", section(record, summaries).replace("{folder}", folder)]

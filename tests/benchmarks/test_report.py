@@ -98,6 +98,15 @@ def test_two_comparisons_are_one_report_with_pictures_beside_their_records(tmp_p
     assert "](xs/loss_time.png)" in text and "](small/pareto.png)" in text
 
 
+def test_a_comparison_that_was_repeated_is_a_row_of_its_own(tmp_path: Path) -> None:
+    record = write_runs(tmp_path, model="xs")
+    text = report.report([(record, "first/"), (record, "again/")])
+    again = f", again at {record['runs'][0]['environment']['commit'][:7]}"
+    first, second = (line.split(" | ") for line in text.splitlines() if line.startswith("| XS, ") and "| CPU |" in line)
+    assert (second[0], second[1:]) == (first[0] + again, first[1:])
+    assert "](first/loss_time.png)" in text and "](again/loss_time.png)" in text
+
+
 def test_the_best_arm_of_a_comparison_is_one_whose_loss_counts(tmp_path: Path) -> None:
     """With a forced load the router learns nothing, so a low loss there says nothing of the method."""
     record = write_runs(tmp_path)
@@ -105,7 +114,7 @@ def test_the_best_arm_of_a_comparison_is_one_whose_loss_counts(tmp_path: Path) -
         record["runs"].append(copy.deepcopy(run) | {"arm": "capacity-0-uniform"})
     summaries = summarize(record)
     assert summaries["capacity-0-uniform"].sooner.mean > summaries["capacity-1"].sooner.mean
-    assert "| 1.11 (ours, capacity 1) |" in report.overview({"toy": (record, summaries)})
+    assert "| 1.11 (ours, capacity 1) |" in report.overview([("toy", record, summaries)])
 
 
 def test_an_order_that_does_not_hold_is_said_with_what_the_runs_show(tmp_path: Path) -> None:
