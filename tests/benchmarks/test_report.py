@@ -68,14 +68,16 @@ def test_the_commands_have_the_settings_of_the_record(tmp_path: Path) -> None:
 
 def test_the_kept_report_is_that_of_its_records() -> None:
     names = (
-        "h200/paper_xs_1600m", "h200/paper_xs_150m", "h200/paper_xs_150m_tuned", "h200/paper_small_60m",
-        "h100/paper_xs_800m", "h100/paper_xs_300m",
+        "h200/paper_xs_1600m", "h200/paper_xs_1600m_9cb6d47", "h200/paper_xs_150m", "h200/paper_xs_150m_tuned",
+        "h200/paper_small_60m", "h100/paper_xs_800m", "h100/paper_xs_300m",
     )  # fmt: skip
     folders = [f"results/{name}" for name in names]
     text = report.report([(report.read_record(BENCHMARKS / one), f"{one}/") for one in folders])
     assert (BENCHMARKS / "RESULTS.md").read_text() == text
     titles = (
-        "XS, 1.612B tokens, warm-up 200 steps, one seed", "XS, 157.3M tokens, warm-up 120 steps, up to 3 seeds an arm",
+        "XS, 1.612B tokens, warm-up 200 steps, one seed",
+        "XS, 1.612B tokens, warm-up 200 steps, one seed, again at 9cb6d47",
+        "XS, 157.3M tokens, warm-up 120 steps, up to 3 seeds an arm",
         "XS, 157.3M tokens, warm-up 120 steps, one seed, tuned learning rates", "Small",
         "XS, 812.6M tokens, warm-up 200 steps, one seed", "XS, 301.5M tokens, warm-up 200 steps, one seed",
     )  # fmt: skip

@@ -59,7 +59,7 @@ def test_a_measured_step_is_within_the_error_bars(arm: str) -> None:
 FINE_XS = {"num_experts": 128, "moe_router_topk": 8, "moe_ffn_hidden_size": 256}
 SHARED = {**FINE_XS, "moe_router_topk": 7, "moe_shared_expert_intermediate_size": 256}
 RUNS = [  # model and arm of the comparisons, how many runs there are, the planned row that it is, with what changes
-    ("xs", "dense", 7, "dense-xs", {}), ("xs", "dmoe", 7, "dmoe-xs", {}),
+    ("xs", "dense", 8, "dense-xs", {}), ("xs", "dmoe", 8, "dmoe-xs", {}),
     ("xs", "fine", 3, "dmoe-xs", FINE_XS), ("xs", "fine-shared", 4, "dmoe-xs", SHARED),
     ("small", "dense", 1, "dense-small", {}), ("small", "dmoe", 1, "dmoe-small", {"micro_batch_size": 64}),
 ]  # fmt: skip
