@@ -52,11 +52,12 @@ class Guards:
         self._defers = False
         self._sentinels: LayerSentinels | None = None
         self._model: list[torch.nn.Module] = []
+        self._exit: tuple[Tensor, torch.cuda.Event | None] | None = None  # the last step's signals, on their way
 
     def install(self) -> None:
         """Wrap Megatron's functions. Call it once per process, before `pretrain`."""
         wrap(training, setup_model_and_optimizer=self._setup, train_step=self._train_step)
-        wrap(DistributedSignalHandler, signals_received=_signals)
+        wrap(DistributedSignalHandler, signals_received=self._signals)
 
     def _train_step(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         """Wraps Megatron's `train_step`: announces the first step, which compiles."""
@@ -150,6 +151,27 @@ class Guards:
                 )
         return is_spike
 
+    def _signals(self, original: Any, handler: DistributedSignalHandler) -> list[bool]:
+        """Replaces `signals_received`, which gathers the ranks' exit signals and waits for the GPU in every step.
+
+        Here all ranks learn one step later that one of them has a signal. The host then waits for the step before the
+        one that the GPU computes, so the GPU does not wait for the host.
+        """
+        if dist.get_world_size() == 1:
+            return [handler._signal_received]
+        here = torch.full((), float(handler._signal_received), device=self._bad.device)
+        dist.all_reduce(here, dist.ReduceOp.MAX)
+        before, on_host = self._exit, here.to("cpu", non_blocking=True)
+        self._exit = on_host, torch.cuda.Event() if here.is_cuda else None
+        if self._exit[1] is not None:
+            self._exit[1].record()
+        if before is None:
+            return [False]
+        signals, copied = before
+        if copied is not None:
+            copied.synchronize()
+        return [bool(signals)]
+
     def _gradient_buffers(self) -> list[Tensor]:
         chunks: list[Any] = [chunk for chunk in self._model if hasattr(chunk, "expert_parallel_buffers")]
         return [buffer.grad_data for c in chunks for buffer in (*c.buffers, *c.expert_parallel_buffers)]
@@ -178,11 +200,6 @@ class Guards:
         kept = f"; {self.args.save} is as the last save left it" if self.args.save else ""
         when = "before the update" if before_update else f"at step {last}, where the guard was read"
         return f"step {step}: NaN or Inf on rank {rank} in {where}: stopped {when}{kept}"
-
-
-def _signals(original: Any, handler: DistributedSignalHandler) -> list[bool]:
-    """Wraps `signals_received`, which gathers the exit signals of all ranks: a single rank needs no tensor for it."""
-    return [handler._signal_received] if dist.get_world_size() == 1 else original(handler)
 
 
 def _check_memory(args: argparse.Namespace) -> None:

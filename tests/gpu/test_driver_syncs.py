@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 PROGRAM = """
 import functools
@@ -36,9 +37,9 @@ DRIVER = (
 EXPERTS = "--moe-num-experts 8 --moe-top-k 2 --moe-loss-weight 0.1 --moe-zloss-weight 0.001".split()
 
 
-def run(*flags):
+def run(*flags, program=("-c", PROGRAM)):
     """Its exit status and what it printed. A run that hangs is aborted, and prints the stack of each of its threads."""
-    command = [sys.executable, "-X", "faulthandler", "-c", PROGRAM, *DRIVER, *flags]
+    command = [sys.executable, "-X", "faulthandler", *program, *DRIVER, *flags]
     child = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )  # fmt: skip
@@ -58,6 +59,17 @@ def test_S1_three_steps_without_a_synchronization(flags, tmp_path):
     pytest.importorskip("megatron.training")
     status, said = run(*flags, "--tensorboard-dir", str(tmp_path))
     assert status == 0 and "steps 8" in said, said[-4000:]
+
+
+@pytest.mark.gpu
+def test_S1_two_ranks_exchange_their_exit_signals_without_a_synchronization(tmp_path):
+    pytest.importorskip("megatron.training")
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    file = tmp_path / "program.py"
+    file.write_text(PROGRAM)
+    status, said = run(program=("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(file)))
+    assert status == 0 and said.count("steps 8") == 2, said[-4000:]
 
 
 @pytest.mark.gpu
