@@ -413,15 +413,25 @@ def _check_sizes(args: argparse.Namespace) -> None:
 
 
 def _check_schedule(args: argparse.Namespace) -> None:
-    """Refuse a warm-up that is not shorter than the schedule, which Megatron asserts without a message."""
+    """Refuse a warm-up that is not shorter than the schedule, which Megatron asserts without a message.
+
+    Also a decay of WSD that is missing, or longer than the schedule: the rate would begin somewhere below --lr.
+    """
     unit = "iters" if args.train_iters else "samples"
     total = getattr(args, f"lr_decay_{unit}") or getattr(args, f"train_{unit}")
     warmup = getattr(args, f"lr_warmup_{unit}")
     if args.lr_warmup_fraction is not None and not 0 <= args.lr_warmup_fraction < 1:
         refuse("lr_warmup_fraction", args.lr_warmup_fraction, "must be >= 0 and < 1")
+    whole = f"the {unit} of the whole schedule (--lr-decay-{unit}, or --train-{unit})"
     if warmup >= total:
-        whole = f"the {unit} of the whole schedule (--lr-decay-{unit}, or --train-{unit})"
         refuse(f"lr_warmup_{unit}", warmup, f"must be smaller than {total}, {whole}")
+    if args.lr_decay_style == "WSD":
+        dest = f"lr_wsd_decay_{unit}"
+        decay = getattr(args, dest)
+        if decay is None:
+            refuse(dest, None, f"{flag_of(dest)} is required with --lr-decay-style WSD")
+        if not 0 < decay <= total:
+            refuse(dest, decay, f"must be at most {total}, {whole}, and > 0")
 
 
 def _check_folders(args: argparse.Namespace) -> None:

@@ -182,6 +182,8 @@ REFUSED = {
     "--moe-layer-freq often": "argument --moe-layer-freq: invalid value 'often'; it takes: Frequency between",
     "--attention-backend best": "argument --attention-backend: invalid value 'best'; it takes: Attention backend",
     "--lr-decay-iters 5 --lr-warmup-iters 10": "lr_warmup_iters=10: must be smaller than 5, the iters of the whole",
+    "--lr-decay-style WSD": "lr_wsd_decay_iters=None: --lr-wsd-decay-iters is required with --lr-decay-style WSD",
+    "--lr-decay-style WSD --lr-wsd-decay-iters 9 --lr-decay-iters 8": "lr_wsd_decay_iters=9: must be at most 8, the it",
     "--lr-warmup-fraction 1": "lr_warmup_fraction=1.0: must be >= 0 and < 1",
     "--group-query-attention --num-query-groups 3": "num_query_groups=3: must divide num_attention_heads=4",
     "--position-embedding-type rope --kv-channels 7": "kv_channels=7: must be even with --position-embedding-type rope",
