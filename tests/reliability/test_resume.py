@@ -71,6 +71,15 @@ def test_another_model_that_fits_the_weights_can_be_allowed(driver: Driver, chec
     assert (warned in run.text()) == (allowed != "--finetune")
 
 
+def test_a_model_without_the_saved_gate_is_refused(driver: Driver, tmp_path: Path) -> None:
+    """It went on without the gate: Megatron ignores weights that the model lacks."""
+    shared = (*STEPS, "--moe-shared-expert-intermediate-size", "32")
+    saved = ("--moe-shared-expert-gate", "--exit-interval", "2", "--save", tmp_path, "--save-interval", "2")
+    driver.run(*shared, *saved, model=MODEL)
+    line = line_of(driver, *shared, "--load", tmp_path)
+    assert "saved as another model: moe_shared_expert_gate=False (saved: True); give the saved values" in line
+
+
 def test_a_checkpoint_without_optimizer_names_the_flags_that_do_without_it(driver: Driver, tmp_path: Path) -> None:
     saved = ("--exit-interval", "2", "--save", tmp_path / "run", "--save-interval", "2", "--no-save-optim")
     driver.run(*STEPS, *saved, model=MODEL)
