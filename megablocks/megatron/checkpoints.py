@@ -99,10 +99,15 @@ class Checkpoints:
     def _saved_rates(self, saved: argparse.Namespace | None, optimizer: Any, scheduler: Any) -> Iterator[None]:
         """Give the optimizer's groups the saved learning rates, by which Megatron finds them in the checkpoint.
 
-        After the load, --override-opt-param-scheduler gives them this run's rates again.
+        After the load, --override-opt-param-scheduler gives them this run's rates again. The schedule continues where
+        the saved one stopped; with --no-load-optim Megatron would start it again.
         """
-        if saved is None or optimizer is None or self.args.finetune or self.args.no_load_optim:
+        if saved is None or optimizer is None or self.args.finetune:
             yield
+            return
+        if self.args.no_load_optim:
+            yield
+            scheduler.step(increment=self.args.consumed_train_samples)
             return
         given = [{key: group[key] for key in _RATES} for group in optimizer.param_groups]
         for group in optimizer.param_groups:
@@ -113,7 +118,7 @@ class Checkpoints:
         if self.args.override_opt_param_scheduler:
             for group, rates in zip(optimizer.param_groups, given, strict=True):
                 group.update(rates)
-            scheduler.step(increment=0)
+        scheduler.step(increment=0)  # Megatron sets the weight decay before it reads the saved one
 
     def _open(self, folder: Path) -> None:
         """Verify a checkpoint, load its loss window and compare the fingerprint of its data."""

@@ -215,6 +215,22 @@ def test_what_megatron_neither_saves_nor_compares_is_refused(
     assert advice in line and sorted(driver.run(*more, advice, model=MODEL).losses()) == [3, 4]
 
 
+def test_without_the_optimizers_state_the_schedule_continues(driver: Driver, checkpoint: Path) -> None:
+    """Megatron's starts again: a run at its end would repeat the warm-up and the highest rate."""
+    resumed, anew = (
+        driver.run(*STEPS, "--load", checkpoint, *flags, model=MODEL).text() for flags in ((), ("--no-load-optim",))
+    )
+    rates = re.findall(r"learning rate: (\S+)", resumed)
+    assert rates == re.findall(r"learning rate: (\S+)", anew) and len(rates) == 2
+
+
+def test_the_saved_schedule_decides_the_first_weight_decay_too(driver: Driver, checkpoint: Path) -> None:
+    """Megatron sets the optimizer's weight decay before it reads the saved one."""
+    losses = driver.run(*STEPS, "--load", checkpoint, model=MODEL).losses()
+    saved = ("--weight-decay", "5", "--use-checkpoint-opt-param-scheduler")
+    assert driver.run(*STEPS, "--load", checkpoint, *saved, model=MODEL).losses() == losses
+
+
 def test_a_finished_run_names_its_last_iteration_again(driver: Driver, checkpoint: Path) -> None:
     run = driver.run("--train-iters", "2", "--load", checkpoint, "--override-opt-param-scheduler", model=MODEL)
     assert not run.losses() and "\ndone at iteration 2\n" in run.text()
