@@ -60,8 +60,8 @@ SCHEDULE = (
 """Flags that define the learning rate and the weight decay of each step."""
 UNSAVED = ("lr_warmup_init", "lr_wsd_decay_iters", "lr_wsd_decay_samples", "lr_wsd_decay_style")
 """Flags of the schedule that Megatron does not save with the schedule's state and does not compare."""
-KEPT = ("adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum", "decoupled_lr", "decoupled_min_lr")
-"""Flags that the values saved in the optimizer's state override."""
+KEPT = ("optimizer", "adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum", "decoupled_lr", "decoupled_min_lr")
+"""The optimizer, whose state fits no other one, and flags that the values saved in this state override."""
 
 _OF_DATACLASSES = tuple(f"torch.distributed.checkpoint.{name}" for name in ("metadata", "planner", "filesystem"))
 """Modules whose dataclasses and enums `.metadata` may hold."""

@@ -86,6 +86,9 @@ class Checkpoints:
                     "--override-opt-param-scheduler for this run's, or --use-checkpoint-opt-param-scheduler for the "
                     "saved one"
                 ) from error
+            layer = saved and checkpoint_io.differences(self.args, saved, ("megablocks_layer",))
+            if layer and "not in state dict" in str(cause):
+                raise CheckpointError(f"{folder}: saved with other weights: {layer}; give the saved value") from error
             name, given = "use_distributed_optimizer", self.args.use_distributed_optimizer
             of_optimizer = any(text in str(cause) for text in ("parameter group", "flattened_range"))
             if of_optimizer and getattr(saved, name, given) != given:

@@ -128,6 +128,8 @@ def test_another_padding_of_the_vocabulary_is_said_with_the_flag_that_keeps_it(
 def test_another_kind_of_optimizer_names_its_flag(driver: Driver, checkpoint: Path) -> None:
     line = line_of(driver, *STEPS, "--load", checkpoint, "--use-distributed-optimizer")
     assert "saved with use_distributed_optimizer=False, this run has True; give the saved value, or --no-load" in line
+    line = line_of(driver, *STEPS, "--load", checkpoint, "--optimizer", "sgd")
+    assert "saved with another optimizer: optimizer='sgd' (saved: 'adam'); give the saved values, or --no-load" in line
     allowed = ("--use-distributed-optimizer", "--no-load-optim")
     assert sorted(driver.run(*STEPS, "--load", checkpoint, *allowed, model=MODEL).losses()) == [3, 4]
 
@@ -157,6 +159,11 @@ def test_weights_that_do_not_fit_are_one_line_even_where_another_model_is_allowe
 ) -> None:
     line = line_of(driver, *STEPS, "--load", checkpoint, "--swiglu", "--megablocks-allow-other-model")
     assert f"{atomic.folder_of(checkpoint, 2)}: cannot be loaded: " in line
+
+
+def test_the_weights_of_another_layer_name_its_flag(driver: Driver, checkpoint: Path) -> None:
+    line = line_of(driver, *STEPS, "--load", checkpoint, "--megablocks-layer", "megatron")
+    assert "saved with other weights: megablocks_layer='megatron' (saved: 'megablocks'); give the saved value" in line
 
 
 def test_another_schedule_is_refused_and_each_advice_works(driver: Driver, checkpoint: Path) -> None:
