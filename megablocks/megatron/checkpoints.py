@@ -283,13 +283,26 @@ def choose_before_reading_args() -> None:
 
 
 def _load_args(original: Any, args: argparse.Namespace, *rest: Any, **options: Any) -> Any:
-    """Wraps Megatron's `load_args_from_checkpoint`: chooses the checkpoint first."""
+    """Wraps Megatron's `load_args_from_checkpoint`: chooses the checkpoint first, and takes all flags of the model.
+
+    Megatron leaves many out, such as --qk-layernorm, and cannot know ours. Of those, what is given stays.
+    """
     choose_checkpoint(args)
+    saved, folder = None, Path(args.load or "") / atomic.RELEASE  # written by `convert`
     if args.load and args.ckpt_step:
-        checkpoint_io.saved_args(atomic.folder_of(args.load, args.ckpt_step))  # a failure is one line
-        if options.get("load_arg") == "pretrained_checkpoint":  # the step belongs to --load, which Megatron reads next
-            return args
-    return original(args, *rest, **options)
+        folder = atomic.folder_of(args.load, args.ckpt_step)
+    if args.load and (args.ckpt_step or (folder / ".metadata").is_file()):
+        saved = checkpoint_io.saved_args(folder)  # a failure is one line
+    if args.ckpt_step and options.get("load_arg") == "pretrained_checkpoint":  # the step belongs to --load, read next
+        return args
+    result = original(args, *rest, **options)
+    for name in checkpoint_io.TAKEN:
+        value = getattr(saved, name, getattr(args, name))
+        if name not in args.megablocks_explicit and value != getattr(args, name):
+            setattr(args, name, value)
+            if args.rank == 0:
+                print(f"Setting {name} to {value} from checkpoint", flush=True)
+    return result
 
 
 def of_all_ranks(value: Any) -> list[Any]:

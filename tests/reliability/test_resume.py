@@ -285,6 +285,19 @@ def test_a_run_with_the_flags_of_a_pretrained_checkpoint_resumes(
     assert sorted(driver.run(*flags, model=own).losses()) == [2, 3, 4]
 
 
+def test_use_checkpoint_args_takes_all_that_defines_the_model(driver: Driver, tmp_path: Path) -> None:
+    """Megatron reads a part of it. With --finetune, which compares nothing, another model was trained silently."""
+    model = ("--norm-epsilon", "1e-2", "--qk-layernorm", "--moe-capacity-factor", "1.5")
+    driver.run(*STEPS, *model, "--exit-interval", "2", "--save", tmp_path, "--save-interval", "2", model=MODEL)
+    own = ("--micro-batch-size", "2", "--global-batch-size", "4", "--lr", "1e-2", "--log-interval", "1")
+    own += ("--eval-iters", "0", "--moe-aux-loss-coeff", "0.05", *STEPS, "--load", str(tmp_path))
+    for more in ((), ("--finetune",)):
+        given = driver.run(*STEPS, *model, "--load", tmp_path, *more, model=MODEL).losses()
+        assert driver.run("--use-checkpoint-args", *more, model=own).losses() == given
+    run = driver.run("--use-checkpoint-args", "--norm-epsilon", "1e-5", model=own, expect=1)
+    assert "saved as another model: layernorm_epsilon=1e-05 (saved: 0.01); give" in run.text()
+
+
 def test_a_checkpoint_that_must_be_there_and_is_not(driver: Driver, checkpoint: Path, tmp_path: Path) -> None:
     line = line_of(driver, *STEPS, "--load", checkpoint, "--ckpt-step", "9")
     assert f"{atomic.folder_of(checkpoint, 9)}: no such checkpoint; {checkpoint} holds those of iterations: 2" in line
