@@ -54,6 +54,8 @@ MODEL = (
 """Flags that define the model: with other values, the same weights compute something else or do not fit."""
 TAKEN = (*(name for name in MODEL if name not in ("vocab_size", "bf16", "fp16")), "megablocks_layer")
 """Flags that --use-checkpoint-args takes from the checkpoint: the model, not the data's vocabulary or the dtype."""
+ORDER = ("seed", "split", "dataloader_type")
+"""Flags that decide which sample comes when."""
 SCHEDULE = (
     "train_iters", "train_samples", "global_batch_size", "lr", "min_lr", "lr_decay_style", "lr_decay_iters",
     "lr_decay_samples", "lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction", "lr_wsd_decay_iters",

@@ -168,6 +168,11 @@ class Checkpoints:
             )
         if changed:
             print_rank_0(f"WARNING: {folder}: saved as another model: {changed}")
+        if changed := checkpoint_io.differences(self.args, saved, checkpoint_io.ORDER):
+            print_rank_0(
+                f"WARNING: {folder}: saved with {changed}: the samples come in another order, so this run reads some "
+                "a second time and leaves others out"
+            )
         rows, given = getattr(saved, "padded_vocab_size", None), self.args.padded_vocab_size
         if rows and rows != given:
             shards = self.args.tensor_model_parallel_size

@@ -238,6 +238,13 @@ def test_the_saved_schedule_decides_the_first_weight_decay_too(driver: Driver, c
     assert driver.run(*STEPS, "--load", checkpoint, *saved, model=MODEL).losses() == losses
 
 
+def test_another_order_of_the_samples_is_said(driver: Driver, checkpoint: Path) -> None:
+    """Such a run reads samples a second time and leaves others out."""
+    text = driver.run(*STEPS, "--load", checkpoint, "--seed", "7", "--dataloader-type", "cyclic", model=MODEL).text()
+    assert "WARNING: " in text and "saved with seed=7 (saved: 1234), dataloader_type='cyclic' (saved: 'single')" in text
+    assert "another order" not in driver.run(*STEPS, "--load", checkpoint, model=MODEL).text()
+
+
 def test_a_finished_run_names_its_last_iteration_again(driver: Driver, checkpoint: Path) -> None:
     run = driver.run("--train-iters", "2", "--load", checkpoint, "--override-opt-param-scheduler", model=MODEL)
     assert not run.losses() and "\ndone at iteration 2\n" in run.text()
