@@ -74,6 +74,12 @@ _WHOLE_MATRICES = ("muon", "dist_muon", "adaptive_muon", "soap")
 """Optimizers that treat each matrix as a whole."""
 WITHOUT_ENGINE = ("attention", "norm", "qkv_bias", "rope")
 """Our settings that Transformer Engine's layers do not read."""
+_NEEDED_BY = {
+    "moe_router_bias_update_rate": "moe_router_enable_expert_bias",
+    "moe_shared_expert_gate": "moe_shared_expert_intermediate_size",
+    "moe_token_drop_policy": "moe_expert_capacity_factor",
+}
+"""Flags that are read only with another one."""
 POSITIVE = {
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "num_query_groups",
     "seq_length", "make_vocab_size_divisible_by", "moe_ffn_hidden_size", "micro_batch_size", "global_batch_size",
@@ -498,6 +504,9 @@ def _check_experts(args: argparse.Namespace, ranks: int) -> None:
         refuse("num_experts", args.num_experts, "must be > 0, or 0 for a dense model")
     if not 1 <= args.moe_router_topk <= args.num_experts:
         refuse("moe_router_topk", args.moe_router_topk, f"must be 1 to num_experts={args.num_experts}")
+    for dest, needed in _NEEDED_BY.items():
+        if dest in args.megablocks_explicit and not getattr(args, needed) and not args.use_checkpoint_args:
+            refuse(dest, getattr(args, dest), f"needs {flag_of(needed)}, without which nothing reads it")
     if "sinkhorn" in args.moe_router_load_balancing_type and args.moe_aux_loss_coeff not in (0, [0]):
         rule = "must be 0 with moe_router_load_balancing_type='sinkhorn'"
         refuse("moe_aux_loss_coeff", args.moe_aux_loss_coeff, rule)
