@@ -30,7 +30,7 @@ from megablocks.data.indexed import DataError, IndexedWriter, token_dtype
 from megablocks.data.manifest import NAME as MANIFEST
 from megablocks.data.manifest import read_manifest, write_manifest
 from megablocks.data.pipeline import Raw, encode_all, unigram_statistics
-from megablocks.data.sources import STDLIB, Entry, Source, choose, held_out, is_text, matches, open_source, rank
+from megablocks.data.sources import JSONL, STDLIB, Entry, Source, choose, held_out, is_text, matches, open_source, rank
 from megablocks.data.tokenizers import TokenizerSpec
 from megablocks.data.verify import verify_folder
 from megablocks.files import exclusive, hash_files, sync
@@ -174,6 +174,9 @@ def make_plan(args: argparse.Namespace) -> Plan:
                 continue
             if args.max_document_bytes is not None and entry.size > args.max_document_bytes:
                 continue
+            if not args.include and entry.key.endswith(JSONL):
+                fix = "give such files themselves, or leave them out by --exclude; with --include they are plain text"
+                refuse("--input", args.input[number], f"holds {entry.key}, whose lines would be one document; {fix}")
             if entry.key in owner:
                 fix = "rename one, or give one folder with both below it"
                 refuse("--input", args.input, f"the document {entry.key!r} occurs twice; {fix}")

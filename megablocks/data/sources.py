@@ -25,6 +25,7 @@ from megablocks.config import ConfigError
 from megablocks.data.indexed import DataError
 
 STDLIB = "stdlib"
+JSONL = (".jsonl", ".ndjson")
 _ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".txz")
 # Test suites are half of the standard library, mostly tables of literals, and Debian packages Python without them.
 _STDLIB_SKIP = ("test", "tests", "idle_test", "site-packages", "dist-packages")
@@ -160,7 +161,7 @@ def open_source(text: str, jsonl_field: str) -> Source:
         raise ConfigError(f"--input={text!r}: must be the word {STDLIB}, or an existing folder or file")
     if path.name.endswith(_ARCHIVES):
         return TarSource(path)
-    if path.suffix in (".jsonl", ".ndjson"):
+    if path.suffix in JSONL:
         return JsonlSource(path, jsonl_field)
     with open(path, "rb") as file:
         if not is_text(file.read(1 << 20)):

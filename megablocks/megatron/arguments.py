@@ -75,6 +75,12 @@ _WHOLE_MATRICES = ("muon", "dist_muon", "adaptive_muon", "soap")
 """Optimizers that treat each matrix as a whole."""
 WITHOUT_ENGINE = ("attention", "norm", "qkv_bias", "rope")
 """Our settings that Transformer Engine's layers do not read."""
+_NEEDED_BY = {
+    "moe_router_bias_update_rate": "moe_router_enable_expert_bias",
+    "moe_shared_expert_gate": "moe_shared_expert_intermediate_size",
+    "moe_token_drop_policy": "moe_expert_capacity_factor",
+}
+"""Flags that are read only with another one."""
 POSITIVE = {
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "num_query_groups",
     "seq_length", "make_vocab_size_divisible_by", "moe_ffn_hidden_size", "micro_batch_size", "global_batch_size",
@@ -408,15 +414,25 @@ def _check_sizes(args: argparse.Namespace) -> None:
 
 
 def _check_schedule(args: argparse.Namespace) -> None:
-    """Refuse a warm-up that is not shorter than the schedule, which Megatron asserts without a message."""
+    """Refuse a warm-up that is not shorter than the schedule, which Megatron asserts without a message.
+
+    Also a decay of WSD that is missing, or longer than the schedule: the rate would begin somewhere below --lr.
+    """
     unit = "iters" if args.train_iters else "samples"
     total = getattr(args, f"lr_decay_{unit}") or getattr(args, f"train_{unit}")
     warmup = getattr(args, f"lr_warmup_{unit}")
     if args.lr_warmup_fraction is not None and not 0 <= args.lr_warmup_fraction < 1:
         refuse("lr_warmup_fraction", args.lr_warmup_fraction, "must be >= 0 and < 1")
+    whole = f"the {unit} of the whole schedule (--lr-decay-{unit}, or --train-{unit})"
     if warmup >= total:
-        whole = f"the {unit} of the whole schedule (--lr-decay-{unit}, or --train-{unit})"
         refuse(f"lr_warmup_{unit}", warmup, f"must be smaller than {total}, {whole}")
+    if args.lr_decay_style == "WSD":
+        dest = f"lr_wsd_decay_{unit}"
+        decay = getattr(args, dest)
+        if decay is None:
+            refuse(dest, None, f"{flag_of(dest)} is required with --lr-decay-style WSD")
+        if not 0 < decay <= total:
+            refuse(dest, decay, f"must be at most {total}, {whole}, and > 0")
 
 
 def _check_folders(args: argparse.Namespace) -> None:
@@ -481,6 +497,9 @@ def _check_experts(args: argparse.Namespace, ranks: int) -> None:
         refuse("num_experts", args.num_experts, "must be > 0, or 0 for a dense model")
     if not 1 <= args.moe_router_topk <= args.num_experts:
         refuse("moe_router_topk", args.moe_router_topk, f"must be 1 to num_experts={args.num_experts}")
+    for dest, needed in _NEEDED_BY.items():
+        if dest in args.megablocks_explicit and not getattr(args, needed) and not args.use_checkpoint_args:
+            refuse(dest, getattr(args, dest), f"needs {flag_of(needed)}, without which nothing reads it")
     if "sinkhorn" in args.moe_router_load_balancing_type and args.moe_aux_loss_coeff not in (0, [0]):
         rule = "must be 0 with moe_router_load_balancing_type='sinkhorn'"
         refuse("moe_aux_loss_coeff", args.moe_aux_loss_coeff, rule)

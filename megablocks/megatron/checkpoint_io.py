@@ -33,21 +33,29 @@ from megablocks.megatron.wrap import wrap
 
 MODEL = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "group_query_attention",
+    "attention_output_gate", "multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim",
+    "qk_pos_emb_head_dim", "v_head_dim",
     "seq_length", "max_position_embeddings", "vocab_size", "bf16", "fp16",
     "swiglu", "squared_relu", "quick_geglu", "openai_gelu", "activation_func_clamp_value", "glu_linear_offset",
     "softmax_type", "window_size", "window_attn_skip_freq", "add_bias_linear", "add_qkv_bias", "normalization",
     "layernorm_epsilon", "layernorm_zero_centered_gamma", "qk_layernorm", "qk_l2_norm",
     "apply_residual_connection_post_layernorm", "position_embedding_type", "rotary_base", "rotary_percent",
     "rotary_interleaved", "rotary_seq_len_interpolation_factor", "no_rope_freq", "use_rope_scaling",
-    "rope_scaling_factor", "rope_type", "rotary_scaling_factor", "mscale", "mscale_all_dim", "use_mup",
-    "untie_embeddings_and_output_weights",
-    "num_experts", "moe_layer_freq", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_router_topk",
+    "rope_scaling_factor", "rope_type", "rotary_scaling_factor", "mscale", "mscale_all_dim",
+    "yarn_original_max_position_embeddings", "yarn_beta_fast", "yarn_beta_slow", "yarn_correction_range_round_to_int",
+    "use_mup", "untie_embeddings_and_output_weights",
+    "num_experts", "moe_layer_freq", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size",
+    "moe_shared_expert_gate", "moe_router_topk",
     "moe_router_score_function", "moe_router_pre_softmax", "moe_router_topk_scaling_factor", "moe_router_num_groups",
     "moe_router_group_topk", "moe_router_enable_expert_bias", "moe_expert_capacity_factor",
     "megablocks_router_type", "megablocks_token_rounding", "megablocks_normalize_top_k",
     "megablocks_uniform_assignment", "megablocks_capacity_factor", "megablocks_capacity_rule", "megablocks_qk_norm",
 )  # fmt: skip
 """Flags that define the model: with other values, the same weights compute something else or do not fit."""
+TAKEN = (*(name for name in MODEL if name not in ("vocab_size", "bf16", "fp16")), "megablocks_layer")
+"""Flags that --use-checkpoint-args takes from the checkpoint: the model, not the data's vocabulary or the dtype."""
+ORDER = ("seed", "split", "dataloader_type")
+"""Flags that decide which sample comes when."""
 SCHEDULE = (
     "train_iters", "train_samples", "global_batch_size", "lr", "min_lr", "lr_decay_style", "lr_decay_iters",
     "lr_decay_samples", "lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction", "lr_wsd_decay_iters",
@@ -56,8 +64,8 @@ SCHEDULE = (
 """Flags that define the learning rate and the weight decay of each step."""
 UNSAVED = ("lr_warmup_init", "lr_wsd_decay_iters", "lr_wsd_decay_samples", "lr_wsd_decay_style")
 """Flags of the schedule that Megatron does not save with the schedule's state and does not compare."""
-KEPT = ("adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum", "decoupled_lr", "decoupled_min_lr")
-"""Flags that the values saved in the optimizer's state override."""
+KEPT = ("optimizer", "adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum", "decoupled_lr", "decoupled_min_lr")
+"""The optimizer, whose state fits no other one, and flags that the values saved in this state override."""
 
 _OF_DATACLASSES = tuple(f"torch.distributed.checkpoint.{name}" for name in ("metadata", "planner", "filesystem"))
 """Modules whose dataclasses and enums `.metadata` may hold."""

@@ -86,6 +86,9 @@ class Checkpoints:
                     "--override-opt-param-scheduler for this run's, or --use-checkpoint-opt-param-scheduler for the "
                     "saved one"
                 ) from error
+            layer = saved and checkpoint_io.differences(self.args, saved, ("megablocks_layer",))
+            if layer and "not in state dict" in str(cause):
+                raise CheckpointError(f"{folder}: saved with other weights: {layer}; give the saved value") from error
             name, given = "use_distributed_optimizer", self.args.use_distributed_optimizer
             of_optimizer = any(text in str(cause) for text in ("parameter group", "flattened_range"))
             if of_optimizer and getattr(saved, name, given) != given:
@@ -99,10 +102,15 @@ class Checkpoints:
     def _saved_rates(self, saved: argparse.Namespace | None, optimizer: Any, scheduler: Any) -> Iterator[None]:
         """Give the optimizer's groups the saved learning rates, by which Megatron finds them in the checkpoint.
 
-        After the load, --override-opt-param-scheduler gives them this run's rates again.
+        After the load, --override-opt-param-scheduler gives them this run's rates again. The schedule continues where
+        the saved one stopped; with --no-load-optim Megatron would start it again.
         """
-        if saved is None or optimizer is None or self.args.finetune or self.args.no_load_optim:
+        if saved is None or optimizer is None or self.args.finetune:
             yield
+            return
+        if self.args.no_load_optim:
+            yield
+            scheduler.step(increment=self.args.consumed_train_samples)
             return
         given = [{key: group[key] for key in _RATES} for group in optimizer.param_groups]
         for group in optimizer.param_groups:
@@ -113,7 +121,7 @@ class Checkpoints:
         if self.args.override_opt_param_scheduler:
             for group, rates in zip(optimizer.param_groups, given, strict=True):
                 group.update(rates)
-            scheduler.step(increment=0)
+        scheduler.step(increment=0)  # Megatron sets the weight decay before it reads the saved one
 
     def _open(self, folder: Path) -> None:
         """Verify a checkpoint, load its loss window and compare the fingerprint of its data."""
@@ -160,6 +168,11 @@ class Checkpoints:
             )
         if changed:
             print_rank_0(f"WARNING: {folder}: saved as another model: {changed}")
+        if changed := checkpoint_io.differences(self.args, saved, checkpoint_io.ORDER):
+            print_rank_0(
+                f"WARNING: {folder}: saved with {changed}: the samples come in another order, so this run reads some "
+                "a second time and leaves others out"
+            )
         rows, given = getattr(saved, "padded_vocab_size", None), self.args.padded_vocab_size
         if rows and rows != given:
             shards = self.args.tensor_model_parallel_size
@@ -275,13 +288,26 @@ def choose_before_reading_args() -> None:
 
 
 def _load_args(original: Any, args: argparse.Namespace, *rest: Any, **options: Any) -> Any:
-    """Wraps Megatron's `load_args_from_checkpoint`: chooses the checkpoint first."""
+    """Wraps Megatron's `load_args_from_checkpoint`: chooses the checkpoint first, and takes all flags of the model.
+
+    Megatron leaves many out, such as --qk-layernorm, and cannot know ours. Of those, what is given stays.
+    """
     choose_checkpoint(args)
+    saved, folder = None, Path(args.load or "") / atomic.RELEASE  # written by `convert`
     if args.load and args.ckpt_step:
-        checkpoint_io.saved_args(atomic.folder_of(args.load, args.ckpt_step))  # a failure is one line
-        if options.get("load_arg") == "pretrained_checkpoint":  # the step belongs to --load, which Megatron reads next
-            return args
-    return original(args, *rest, **options)
+        folder = atomic.folder_of(args.load, args.ckpt_step)
+    if args.load and (args.ckpt_step or (folder / ".metadata").is_file()):
+        saved = checkpoint_io.saved_args(folder)  # a failure is one line
+    if args.ckpt_step and options.get("load_arg") == "pretrained_checkpoint":  # the step belongs to --load, read next
+        return args
+    result = original(args, *rest, **options)
+    for name in checkpoint_io.TAKEN:
+        value = getattr(saved, name, getattr(args, name))
+        if name not in args.megablocks_explicit and value != getattr(args, name):
+            setattr(args, name, value)
+            if args.rank == 0:
+                print(f"Setting {name} to {value} from checkpoint", flush=True)
+    return result
 
 
 def of_all_ranks(value: Any) -> list[Any]:

@@ -220,6 +220,23 @@ def test_jsonl(tmp_path):
         assert "data.jsonl: line 29: not valid JSON" in refused("--input", path, "--jsonl-field", "body", "--out", out)
 
 
+def test_jsonl_files_in_a_folder_are_no_documents_by_accident(tmp_path):
+    """Each file was one document, so that the model learned JSON."""
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    for name in ("a.jsonl", "b.ndjson", "c.txt", "d.txt"):
+        (folder / name).write_text('{"text": "one two"}\n')
+    with tarfile.open(tmp_path / "shards.tar", "w") as archive:
+        archive.add(folder, "shards")
+    for source, key in ((folder, "a.jsonl"), (tmp_path / "shards.tar", "shards/a.jsonl")):
+        line = refused("--input", source, "--out", tmp_path / "set")
+        assert f"--input={str(source)!r}: holds {key}, whose lines would be one document; give such files" in line
+    environment = {**os.environ, "DRY_RUN": "1"}
+    for chosen, number in ((["--exclude", "*.jsonl", "*.ndjson"], 2), (["--include", "*"], 4)):
+        done = run("--input", folder, "--out", tmp_path / "set", *chosen, env=environment)
+        assert done.returncode == 0 and f"{number} documents, " in done.stdout + done.stderr
+
+
 def test_half_a_surrogate_pair_in_json_is_a_question_mark(tmp_path):
     """Text that was cut between the two halves of an emoji. It ended the training of the vocabulary."""
     names = [f"{a}{b}{c}" for a in ("da", "mi", "ro") for b in ("ka", "lu", "ne") for c in ("st", "vor", "zip")]

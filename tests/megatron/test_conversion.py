@@ -288,6 +288,9 @@ def test_K10_a_model_that_the_driver_trained(model: list[str], family: str, driv
     again = driver.run("--load", tmp_path / "megatron", "--skip-train", *RUN, model=flags)
     # One rank adds in another order than two.
     assert _validation_loss(again.text()) == pytest.approx(_validation_loss(trained.text()), rel=1e-6)
+    from_checkpoint = ("--use-checkpoint-args", "--skip-train", *RUN)
+    without_flags = driver.run("--load", tmp_path / "megatron", *from_checkpoint, model=())
+    assert _validation_loss(without_flags.text()) == _validation_loss(again.text())
     path = tmp_path / "megatron/release/__1_0.distcp"
     path.write_bytes(path.read_bytes()[:-1] + b"?")
     refused = driver.run("--load", tmp_path / "megatron", "--skip-train", *RUN, model=flags, expect=1)

@@ -71,6 +71,15 @@ def test_another_model_that_fits_the_weights_can_be_allowed(driver: Driver, chec
     assert (warned in run.text()) == (allowed != "--finetune")
 
 
+def test_a_model_without_the_saved_gate_is_refused(driver: Driver, tmp_path: Path) -> None:
+    """It went on without the gate: Megatron ignores weights that the model lacks."""
+    shared = (*STEPS, "--moe-shared-expert-intermediate-size", "32")
+    saved = ("--moe-shared-expert-gate", "--exit-interval", "2", "--save", tmp_path, "--save-interval", "2")
+    driver.run(*shared, *saved, model=MODEL)
+    line = line_of(driver, *shared, "--load", tmp_path)
+    assert "saved as another model: moe_shared_expert_gate=False (saved: True); give the saved values" in line
+
+
 def test_a_checkpoint_without_optimizer_names_the_flags_that_do_without_it(driver: Driver, tmp_path: Path) -> None:
     saved = ("--exit-interval", "2", "--save", tmp_path / "run", "--save-interval", "2", "--no-save-optim")
     driver.run(*STEPS, *saved, model=MODEL)
@@ -119,6 +128,8 @@ def test_another_padding_of_the_vocabulary_is_said_with_the_flag_that_keeps_it(
 def test_another_kind_of_optimizer_names_its_flag(driver: Driver, checkpoint: Path) -> None:
     line = line_of(driver, *STEPS, "--load", checkpoint, "--use-distributed-optimizer")
     assert "saved with use_distributed_optimizer=False, this run has True; give the saved value, or --no-load" in line
+    line = line_of(driver, *STEPS, "--load", checkpoint, "--optimizer", "sgd")
+    assert "saved with another optimizer: optimizer='sgd' (saved: 'adam'); give the saved values, or --no-load" in line
     allowed = ("--use-distributed-optimizer", "--no-load-optim")
     assert sorted(driver.run(*STEPS, "--load", checkpoint, *allowed, model=MODEL).losses()) == [3, 4]
 
@@ -148,6 +159,11 @@ def test_weights_that_do_not_fit_are_one_line_even_where_another_model_is_allowe
 ) -> None:
     line = line_of(driver, *STEPS, "--load", checkpoint, "--swiglu", "--megablocks-allow-other-model")
     assert f"{atomic.folder_of(checkpoint, 2)}: cannot be loaded: " in line
+
+
+def test_the_weights_of_another_layer_name_its_flag(driver: Driver, checkpoint: Path) -> None:
+    line = line_of(driver, *STEPS, "--load", checkpoint, "--megablocks-layer", "megatron")
+    assert "saved with other weights: megablocks_layer='megatron' (saved: 'megablocks'); give the saved value" in line
 
 
 def test_another_schedule_is_refused_and_each_advice_works(driver: Driver, checkpoint: Path) -> None:
@@ -206,6 +222,29 @@ def test_what_megatron_neither_saves_nor_compares_is_refused(
     assert advice in line and sorted(driver.run(*more, advice, model=MODEL).losses()) == [3, 4]
 
 
+def test_without_the_optimizers_state_the_schedule_continues(driver: Driver, checkpoint: Path) -> None:
+    """Megatron's starts again: a run at its end would repeat the warm-up and the highest rate."""
+    resumed, anew = (
+        driver.run(*STEPS, "--load", checkpoint, *flags, model=MODEL).text() for flags in ((), ("--no-load-optim",))
+    )
+    rates = re.findall(r"learning rate: (\S+)", resumed)
+    assert rates == re.findall(r"learning rate: (\S+)", anew) and len(rates) == 2
+
+
+def test_the_saved_schedule_decides_the_first_weight_decay_too(driver: Driver, checkpoint: Path) -> None:
+    """Megatron sets the optimizer's weight decay before it reads the saved one."""
+    losses = driver.run(*STEPS, "--load", checkpoint, model=MODEL).losses()
+    saved = ("--weight-decay", "5", "--use-checkpoint-opt-param-scheduler")
+    assert driver.run(*STEPS, "--load", checkpoint, *saved, model=MODEL).losses() == losses
+
+
+def test_another_order_of_the_samples_is_said(driver: Driver, checkpoint: Path) -> None:
+    """Such a run reads samples a second time and leaves others out."""
+    text = driver.run(*STEPS, "--load", checkpoint, "--seed", "7", "--dataloader-type", "cyclic", model=MODEL).text()
+    assert "WARNING: " in text and "saved with seed=7 (saved: 1234), dataloader_type='cyclic' (saved: 'single')" in text
+    assert "another order" not in driver.run(*STEPS, "--load", checkpoint, model=MODEL).text()
+
+
 def test_a_finished_run_names_its_last_iteration_again(driver: Driver, checkpoint: Path) -> None:
     run = driver.run("--train-iters", "2", "--load", checkpoint, "--override-opt-param-scheduler", model=MODEL)
     assert not run.losses() and "\ndone at iteration 2\n" in run.text()
@@ -251,6 +290,19 @@ def test_a_run_with_the_flags_of_a_pretrained_checkpoint_resumes(
     flags += ("--save", tmp_path, "--save-interval", "1", "--eval-iters", "0")
     assert sorted(driver.run(*flags, "--exit-interval", "1", model=own).losses()) == [1]
     assert sorted(driver.run(*flags, model=own).losses()) == [2, 3, 4]
+
+
+def test_use_checkpoint_args_takes_all_that_defines_the_model(driver: Driver, tmp_path: Path) -> None:
+    """Megatron reads a part of it. With --finetune, which compares nothing, another model was trained silently."""
+    model = ("--norm-epsilon", "1e-2", "--qk-layernorm", "--moe-capacity-factor", "1.5")
+    driver.run(*STEPS, *model, "--exit-interval", "2", "--save", tmp_path, "--save-interval", "2", model=MODEL)
+    own = ("--micro-batch-size", "2", "--global-batch-size", "4", "--lr", "1e-2", "--log-interval", "1")
+    own += ("--eval-iters", "0", "--moe-aux-loss-coeff", "0.05", *STEPS, "--load", str(tmp_path))
+    for more in ((), ("--finetune",)):
+        given = driver.run(*STEPS, *model, "--load", tmp_path, *more, model=MODEL).losses()
+        assert driver.run("--use-checkpoint-args", *more, model=own).losses() == given
+    run = driver.run("--use-checkpoint-args", "--norm-epsilon", "1e-5", model=own, expect=1)
+    assert "saved as another model: layernorm_epsilon=1e-05 (saved: 0.01); give" in run.text()
 
 
 def test_a_checkpoint_that_must_be_there_and_is_not(driver: Driver, checkpoint: Path, tmp_path: Path) -> None:
