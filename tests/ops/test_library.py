@@ -45,8 +45,7 @@ from megablocks.ops.grouped.gathered_mm import (
 )
 from megablocks.ops.grouped.grouped_mm import grouped_mm, grouped_mm_dw_op, grouped_mm_op
 from megablocks.ops.grouped.low_rank_mm import low_rank_mm_op
-from megablocks.ops.grouped.pair_mlp import pair_mlp_op
-from megablocks.ops.grouped.pair_mm import pair_mm_op
+from megablocks.ops.grouped.pair_mm import pair_mlp_op, pair_mm_op
 from megablocks.ops.grouped.rows_linear import rows_linear_op
 from megablocks.ops.library import Op, _device_of
 from megablocks.ops.loss import cross_entropy_gradient_op, cross_entropy_sums_op
