@@ -49,7 +49,6 @@ from megablocks.ops.grouped.pair_mm import pair_mlp_op, pair_mm_op
 from megablocks.ops.grouped.rows_linear import rows_linear_op
 from megablocks.ops.library import Op, _device_of
 from megablocks.ops.loss import cross_entropy_gradient_op, cross_entropy_sums_op
-from megablocks.ops.norm import norm_backward_op, norm_op
 from megablocks.ops.permute.rows import combine, combine_backward_op, combine_op, gather, gather_op
 from megablocks.ops.quant.quant import dequantize_op, quantize, quantize_op
 from megablocks.ops.rope import rope_op
@@ -256,8 +255,14 @@ def _samples():
             cross_entropy_gradient_op,
             (const(T, H), torch.arange(T), const(T), torch.rand(T) + 1, const(T)),
         ),
-        "norm": (norm_op, (t(T, H), t(H), t(H), 1e-5, 0.0)),
-        "norm_backward": (norm_backward_op, (const(T, H), const(T, H), const(H), const(T), torch.rand(T) + 1, 0.0)),
+        "norm": (add_norm_op, (t(T, H), None, None, None, t(H), t(H), AddNormOptions(0, 1e-5, 0.0))),
+        "norm_backward": (
+            add_norm_backward_op,
+            (
+                *(None, const(T, H), const(T, H), None, const(H), const(T), torch.rand(T) + 1, False),
+                AddNormOptions(0, 1e-5, 0.0),
+            ),
+        ),
         "add_norm": (
             add_norm_op,
             (t(T, H), t(H), t(T, H), torch.tensor(3), t(H), t(H), AddNormOptions(6554, 1e-5, 0.0)),
@@ -277,7 +282,13 @@ def _samples():
                 AddNormOptions(0, 1e-5, 0.0),
             ),
         ),
-        "rms_norm_backward": (norm_backward_op, (const(T, H), const(T, H), const(H), None, torch.rand(T) + 1, 0.0)),
+        "rms_norm_backward": (
+            add_norm_backward_op,
+            (
+                *(None, const(T, H), const(T, H), None, const(H), None, torch.rand(T) + 1, False),
+                AddNormOptions(0, 1e-5, 0.0),
+            ),
+        ),
         "rope": (rope_op, (t(T, 2, 3, H), const(T, 2), False, 1.5, False)),
         "pair_mm": (
             pair_mm_op,
