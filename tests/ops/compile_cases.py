@@ -361,7 +361,7 @@ def bias() -> None:
         values = torch.zeros(experts, width, dtype=dtype)
         bias_triton.add_expert_bias_launch(rows, values, ints(experts + 1))
         bias_triton.expert_sum_launch(rows, ints(experts + 1))
-        bias_triton.output_bias_sum_launch(rows, torch.zeros(128), d)
+        bias_triton.expert_sum_launch(rows, d.expert_offsets, torch.zeros(128), d.gather, d.pair)
         bias_triton.output_bias_dot_launch(rows, values, d)
 
 

@@ -27,13 +27,7 @@ from megablocks.ops.add_norm import AddNormOptions, add_norm_backward_op, add_no
 from megablocks.ops.clamp import Clamp, clamped_gate_backward_op, clamped_gate_op
 from megablocks.ops.fused.down import activate_and_project, activate_and_project_op
 from megablocks.ops.fused.mlp import ExpertParameters, Options, down_gradient_op, fused_mlp, fused_mlp_op, fused_up_op
-from megablocks.ops.grouped.bias import (
-    add_expert_bias,
-    add_expert_bias_op,
-    expert_sum_op,
-    output_bias_dot_op,
-    output_bias_sum_op,
-)
+from megablocks.ops.grouped.bias import add_expert_bias, add_expert_bias_op, expert_sum_op, output_bias_dot_op
 from megablocks.ops.grouped.gathered_mm import (
     gathered_mm,
     gathered_mm_dw_add_op,
@@ -176,7 +170,7 @@ def _samples():
         "gathered_mm_dw_add": (gathered_mm_dw_add_op, (const(E, F, H), const(R, F), const(T, H), d)),
         "add_expert_bias": (add_expert_bias_op, (t(R, F), t(E, F), offsets)),
         "expert_sum": (expert_sum_op, (const(R, F), offsets)),
-        "output_bias_sum": (output_bias_sum_op, (const(T, H), weight, d)),
+        "output_bias_sum": (expert_sum_op, (const(T, H), d.expert_offsets, weight, d.gather, d.pair)),
         "output_bias_dot": (output_bias_dot_op, (const(T, H), const(E, H), d)),
         "scattered_mm": (
             scattered_mm_op,
