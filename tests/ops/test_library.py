@@ -15,13 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 import megablocks.ops
 from megablocks.ops import library
-from megablocks.ops.activation import (
-    activate,
-    activation_backward_op,
-    activation_op,
-    halves_activation_backward_op,
-    halves_activation_op,
-)
+from megablocks.ops.activation import activate, activation_backward_op, activation_op
 from megablocks.ops.activation_table import Activation
 from megablocks.ops.add_norm import AddNormOptions, add_norm_backward_op, add_norm_op
 from megablocks.ops.clamp import Clamp, clamped_gate_backward_op, clamped_gate_op
@@ -295,8 +289,8 @@ def _samples():
                 *(const(E, H, 2 * F), const(E, F, H), const(E, 2 * F), const(E, H), swiglu),
             ),
         ),
-        "halves_activation": (halves_activation_op, (t(R, 2 * F), swiglu)),
-        "halves_activation_backward": (halves_activation_backward_op, (const(R, F), const(R, 2 * F), swiglu)),
+        "halves_activation": (activation_op, (t(R, 2 * F), None, swiglu)),
+        "halves_activation_backward": (activation_backward_op, (const(R, F), const(R, 2 * F), None, swiglu)),
         "clamped_gate": (clamped_gate_op, (t(R, 2 * F), Clamp(0.5, 1.702, 1.0, True))),
         "clamped_gate_backward": (clamped_gate_backward_op, (const(R, F), const(R, 2 * F), Clamp(0.5))),
         "quantize": (quantize_op, (const(R, 20), 8)),
