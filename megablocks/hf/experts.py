@@ -38,8 +38,7 @@ from megablocks.ops.activation import activate, activate_halves
 from megablocks.ops.activation_table import GATED, Activation
 from megablocks.ops.clamp import Clamp, clamped_gate
 from megablocks.ops.fused.mlp import ExpertParameters, fused_mlp
-from megablocks.ops.grouped.pair_mlp import pair_mlp_op
-from megablocks.ops.grouped.pair_mm import MOST_PAIRS
+from megablocks.ops.grouped.pair_mm import MOST_PAIRS, pair_mlp_op
 from megablocks.ops.library import under_autocast
 from megablocks.ops.permute.rows import combine
 from megablocks.ops.routing.dispatch import Dispatch, Routing, build_dispatch, narrow_ids

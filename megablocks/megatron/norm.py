@@ -20,8 +20,8 @@ from torch import Tensor
 from megablocks.config import refuse
 from megablocks.megatron.settings import settings_of
 from megablocks.moe.main_grad import is_split
-from megablocks.ops.add_norm import add_norm
-from megablocks.ops.norm import kernels_take, norm
+from megablocks.ops.add_norm import add_norm, kernels_take
+from megablocks.ops.norm import norm
 
 
 class Terms(NamedTuple):

@@ -58,10 +58,10 @@ class SharedExpert(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Fill the projections from normals with the config's stds, and the gate with 0."""
+        """Fill the projections' weights from normals with the config's stds, and their biases and the gate with 0."""
         std, down_std = self.config.init_std, self.config.output_init_std
         for name, parameter in self.named_parameters():
-            if name == "gate":
+            if name == "gate" or name.endswith("bias"):
                 parameter.zero_()
             else:
                 is_down = name == "down_proj.weight"

@@ -17,8 +17,17 @@ from megablocks.ops.activation_table import ACTIVATIONS, APPROXIMATIONS, GATED, 
 from megablocks.ops.library import custom_op, runs_triton, save_inputs
 
 
+def halves(pre: Tensor, gate: Tensor | None, activation: Activation) -> tuple[Tensor, Tensor | None]:
+    """pre and gate, as views of a `pre` (R, 2·I) that holds both."""
+    return pre.chunk(2, dim=1) if gate is None and activation.gated else (pre, gate)  # type: ignore[return-value]
+
+
 def activation_ref(pre: Tensor, gate: Tensor | None, activation: Activation) -> Tensor:
-    """`pre` (..., I), `gate` (..., I) or None → (..., I), contiguous."""
+    """`pre` (..., I), `gate` (..., I) or None → (..., I), contiguous.
+
+    A gated activation without a gate takes `pre` (R, 2·I), whose second half is the gate.
+    """
+    pre, gate = halves(pre, gate, activation)
     value = UNARY[activation.unary].value
     if gate is None:
         return value(pre, activation.approximate).contiguous()
@@ -30,6 +39,9 @@ def activation_backward_ref(
     grad: Tensor, pre: Tensor, gate: Tensor | None, activation: Activation
 ) -> tuple[Tensor, Tensor | None]:
     """Contiguous gradients of `pre` and of `gate` (None without one), from `grad` (..., I) of any stride."""
+    if gate is None and activation.gated:
+        d_halves = activation_backward_ref(grad, *halves(pre, gate, activation), activation)
+        return torch.cat(d_halves, dim=1), None  # type: ignore[arg-type]
     form, approximate = UNARY[activation.unary], activation.approximate
     if gate is None:
         return form.backward(grad, pre, approximate).contiguous(), None
@@ -40,9 +52,14 @@ def activation_backward_ref(
     return d_pre.to(pre.dtype).contiguous(), d_gate.to(gate.dtype).contiguous()
 
 
+def _fake_activation(a: Any) -> Tensor:
+    pre, _ = halves(a.pre, a.gate, a.activation)
+    return torch.empty(pre.shape, dtype=pre.dtype, device=pre.device)
+
+
 activation_op = custom_op(
     "megablocks::activation",
-    fake=lambda a: torch.empty(a.pre.shape, dtype=a.pre.dtype, device=a.pre.device),
+    fake=_fake_activation,
     kernel="megablocks.ops.activation_triton:activation_launch",
 )(activation_ref)
 activation_backward_op = custom_op(
@@ -60,31 +77,6 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 activation_op.register_autograd(_backward, setup_context=save_inputs)
-
-
-@custom_op("megablocks::halves_activation", fake=lambda a: a.h.new_empty(a.h.shape[0], a.h.shape[1] // 2))
-def halves_activation_op(h: Tensor, activation: Activation) -> Tensor:
-    return activation_op.implementation(*h.chunk(2, dim=1), activation)
-
-
-@custom_op("megablocks::halves_activation_backward", fake=lambda a: a.h.new_empty(a.h.shape))
-def halves_activation_backward_op(grad: Tensor, h: Tensor, activation: Activation) -> Tensor:
-    """The gradient of h (R, 2·I)."""
-    pre, gate = h.chunk(2, dim=1)
-    if not runs_triton(h):
-        return torch.cat(activation_backward_ref(grad, pre, gate, activation), dim=1)  # type: ignore[arg-type]
-    from megablocks.ops.activation_triton import activation_backward_launch
-
-    d_h = torch.empty(h.shape, dtype=h.dtype, device=h.device)
-    activation_backward_launch(grad, pre, gate, activation, halves=d_h)
-    return d_h
-
-
-def _halves_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-    return halves_activation_backward_op(grad, *ctx.saved_tensors, ctx.option), None
-
-
-halves_activation_op.register_autograd(_halves_backward, setup_context=save_inputs)
 
 
 def activate_halves(h: Tensor, activation: Activation) -> Tensor:
@@ -106,7 +98,7 @@ def activate_halves(h: Tensor, activation: Activation) -> Tensor:
     if h.dim() != 2 or h.shape[1] % 2:
         raise ValueError(f"h is {tuple(h.shape)}: must be (R, 2·I)")
     check_activation(h, h, activation)
-    return halves_activation_op(h, activation)
+    return activation_op(h, None, activation)
 
 
 def activate(pre: Tensor, gate: Tensor | None, activation: Activation) -> Tensor:

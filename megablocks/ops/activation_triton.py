@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megablocks.ops.activation import halves
 from megablocks.ops.activation_table import Activation
 from megablocks.ops.clamp import Clamp
 from megablocks.ops.launch import cdiv, quick
@@ -168,8 +169,8 @@ def _rows_of(pre: Tensor, gate: Tensor | None) -> tuple[Tensor, Tensor | None, i
 
 
 def activation_launch(pre: Tensor, gate: Tensor | None, activation: Activation) -> Tensor:
-    """`pre` (..., I), `gate` (..., I) or None → (..., I); one launch. Halves of (R, 2·I) are read in place."""
-    pre, gate, stride = _rows_of(pre, gate)
+    """Like `activation_ref`; one launch. Halves of (R, 2·I) are read in place."""
+    pre, gate, stride = _rows_of(*halves(pre, gate, activation))
     out = torch.empty(pre.shape, dtype=pre.dtype, device=pre.device)
     if out.numel():
         _forward_kernel[(cdiv(out.numel(), _BLOCK),)](
@@ -180,24 +181,20 @@ def activation_launch(pre: Tensor, gate: Tensor | None, activation: Activation) 
 
 
 def activation_backward_launch(
-    grad: Tensor, pre: Tensor, gate: Tensor | None, activation: Activation, *, halves: Tensor | None = None
+    grad: Tensor, pre: Tensor, gate: Tensor | None, activation: Activation
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradients of `pre` and `gate` (None without one); one launch. `halves` (R, 2·I) gets them, if given."""
-    grad = grad.contiguous()
-    pre, gate, stride = _rows_of(pre, gate)
-    d_gate: Tensor | None
-    if halves is not None:
-        d_pre, d_gate = halves.chunk(2, dim=1)
-    else:
-        d_pre = torch.empty(pre.shape, dtype=pre.dtype, device=pre.device)
-        d_gate = None if gate is None else torch.empty_like(d_pre)
+    """Like `activation_backward_ref`; one launch. Gradients of halves of (R, 2·I) are written side by side."""
+    grad, d_whole = grad.contiguous(), torch.empty(pre.shape, dtype=pre.dtype, device=pre.device)
+    d_other = None if gate is None else torch.empty_like(d_whole)
+    d_pre, d_gate = halves(d_whole, d_other, activation)
+    d_stride = d_whole.shape[1] if d_gate is not d_other else None
+    pre, gate, stride = _rows_of(*halves(pre, gate, activation))
     if d_pre.numel():
         _backward_kernel[(cdiv(d_pre.numel(), _BLOCK),)](
-            grad, pre, gate, d_pre, d_gate, pre.numel() // pre.shape[-1], pre.shape[-1], stride,
-            None if halves is None else halves.shape[1], NAME=activation.unary, EXACT=activation.exact,
-            GATED=gate is not None, BLOCK=_BLOCK,
+            grad, pre, gate, d_pre, d_gate, pre.numel() // pre.shape[-1], pre.shape[-1], stride, d_stride,
+            NAME=activation.unary, EXACT=activation.exact, GATED=gate is not None, BLOCK=_BLOCK,
         )  # fmt: skip
-    return d_pre, d_gate
+    return d_whole, d_other
 
 
 def clamped_gate_launch(h: Tensor, clamp: Clamp) -> Tensor:

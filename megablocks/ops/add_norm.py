@@ -4,6 +4,8 @@
     y   = norm(out)                         LayerNorm or RMSNorm, as in norm.py
     d_residual = dOut + the norm's dX for dY;  dx = d_residual · keep / (1 − p);  dx_bias = Σ dx
 
+Without a residual the op is the norm of x alone.
+
 `out` is rounded once, and the norm reads the rounded value. `keep` is a bit per element, and backward reads these bits:
 a bit for column j of row i comes from 16 bits, half j mod 8 of Philox of (j div 8, i), with one seed per call.
 Forward moves 8 bytes per element of bf16 and backward 10; as ops of their own they move 11 and 19.
@@ -19,11 +21,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megablocks.ops.library import custom_op
-from megablocks.ops.norm import check_norm, kernels_take, norm_ref, wide_norm_backward
+from megablocks.ops.library import custom_op, runs_triton
 
 DROP_BITS, ROUNDS = 16, 7
 """p is a multiple of 2**-DROP_BITS. ROUNDS: of Philox."""
+_MAX_HIDDEN = 16384  # a program holds a whole row in registers
 
 
 class AddNormOptions(NamedTuple):
@@ -37,6 +39,33 @@ class AddNormOptions(NamedTuple):
     def scale(self) -> float:
         """1 / (1 − p)."""
         return 1 / (1 - self.drops / 2**DROP_BITS)
+
+
+def norm_ref(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, offset: float
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """x (R, H), weight, bias (H,) → y (R, H), mean (R,) (None for RMSNorm) and r (R,); g = weight + offset."""
+    wide, mean = x.contiguous().to(torch.promote_types(x.dtype, torch.float32)), None
+    if bias is not None:
+        mean = wide.mean(1)
+        wide = wide - mean.unsqueeze(1)
+    rstd = torch.rsqrt(wide.square().mean(1) + eps)
+    y = wide * rstd.unsqueeze(1) * (weight.to(wide.dtype) + offset)
+    return (y if bias is None else y + bias.to(wide.dtype)).to(x.dtype), mean, rstd
+
+
+def wide_norm_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor, offset: float
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """dy, x (R, H) → dx (R, H), dg and dbias (H,), in float32 (float64 for float64). RMSNorm's dbias is None."""
+    dy, wide = (t.contiguous().to(rstd.dtype) for t in (dy, x))
+    hat = (wide if mean is None else wide - mean.unsqueeze(1)) * rstd.unsqueeze(1)
+    d = dy * (weight.to(rstd.dtype) + offset)
+    dx = d - hat * (d * hat).mean(1, keepdim=True)
+    d_bias = None
+    if mean is not None:
+        dx, d_bias = dx - d.mean(1, keepdim=True), dy.sum(0)
+    return dx * rstd.unsqueeze(1), (dy * hat).sum(0), d_bias
 
 
 def _product(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -71,7 +100,7 @@ def _drop(x: Tensor, mask: Tensor | None, options: AddNormOptions) -> Tensor:
 def add_norm_ref(
     x: Tensor,
     x_bias: Tensor | None,
-    residual: Tensor,
+    residual: Tensor | None,
     seed: Tensor | None,
     weight: Tensor,
     bias: Tensor | None,
@@ -79,21 +108,23 @@ def add_norm_ref(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None]:
     """x, residual (…, H) → out, y (…, H), the norm's mean (None for RMSNorm) and r (R,), and the mask of `_drop`.
 
+    residual: None for the norm of x. Then x_bias and seed are None, and out is empty.
     seed: None for p = 0. Then the mask is None.
     """
-    mask, hidden = None, x.shape[-1]
+    mask, hidden, out = None, x.shape[-1], x
     if seed is not None:
         keep = (random_bits(seed, x.numel() // hidden, hidden) >= options.drops).unflatten(1, (-1, 8))
         mask = (keep << torch.arange(8, device=x.device)).sum(-1).to(torch.uint8)
-    wide, residual = x.contiguous().to(torch.promote_types(x.dtype, torch.float32)), residual.contiguous()
-    wide = wide if x_bias is None else wide + x_bias.to(wide.dtype)
-    out = (residual.to(wide.dtype) + _drop(wide, mask, options)).to(x.dtype)
+    if residual is not None:
+        wide, residual = x.contiguous().to(torch.promote_types(x.dtype, torch.float32)), residual.contiguous()
+        wide = wide if x_bias is None else wide + x_bias.to(wide.dtype)
+        out = (residual.to(wide.dtype) + _drop(wide, mask, options)).to(x.dtype)
     y, mean, rstd = norm_ref(out.reshape(-1, hidden), weight, bias, options.eps, options.offset)
-    return out, y.reshape(x.shape), mean, rstd, mask
+    return x.new_empty(0) if residual is None else out, y.reshape(x.shape), mean, rstd, mask
 
 
 def add_norm_backward_ref(
-    d_out: Tensor,
+    d_out: Tensor | None,
     dy: Tensor,
     out: Tensor,
     mask: Tensor | None,
@@ -105,21 +136,29 @@ def add_norm_backward_ref(
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor | None]:
     """d_out, dy, out (…, H) → d_residual, dx (…, H), and dx_bias, dg and dbias (H,) in float32 (float64 for float64).
 
+    d_out: None for 0. out: without a residual x, whose gradient is then d_residual.
     dx is None without a mask: then it is d_residual.
     """
     rows = dy.reshape(-1, out.shape[-1]), out.reshape(-1, out.shape[-1])
     d_residual, dg, d_bias = wide_norm_backward(*rows, weight, mean, rstd, options.offset)
-    d_residual = d_residual.view(out.shape) + d_out.contiguous().to(d_residual.dtype)
+    d_residual = d_residual.view(out.shape)
+    if d_out is not None:
+        d_residual = d_residual + d_out.contiguous().to(d_residual.dtype)
     dx = _drop(d_residual, mask, options)
     dx_bias = dx.reshape(-1, out.shape[-1]).sum(0) if has_x_bias else None
     return d_residual.to(out.dtype), None if mask is None else dx.to(out.dtype), dx_bias, dg, d_bias
+
+
+def kernels_take(x: Tensor) -> bool:
+    return runs_triton(x) and x.shape[-1] <= _MAX_HIDDEN
 
 
 def _fake(a: Any) -> tuple[Tensor | None, ...]:
     rows, wide = a.x.numel() // a.x.shape[-1], torch.promote_types(a.x.dtype, torch.float32)
     mean, rstd = (a.x.new_empty(rows, dtype=wide) for _ in range(2))
     mask = None if a.seed is None else a.x.new_empty((rows, (a.x.shape[-1] + 7) // 8), dtype=torch.uint8)
-    return a.x.new_empty(a.x.shape), a.x.new_empty(a.x.shape), None if a.bias is None else mean, rstd, mask
+    out = a.x.new_empty(0 if a.residual is None else a.x.shape)
+    return out, a.x.new_empty(a.x.shape), None if a.bias is None else mean, rstd, mask
 
 
 def _fake_backward(a: Any) -> tuple[Tensor | None, ...]:
@@ -138,22 +177,25 @@ add_norm_backward_op = custom_op(
     "megablocks::add_norm_backward",
     fake=_fake_backward,
     kernel="megablocks.ops.norm_triton:add_norm_backward_launch",
-    takes=lambda d_out, *_: kernels_take(d_out),
+    takes=lambda d_out, dy, *_: kernels_take(dy),
 )(add_norm_backward_ref)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    _, x_bias, _, seed, weight, bias, ctx.options = inputs
+    x, x_bias, residual, seed, weight, bias, ctx.options = inputs
     out, _, mean, rstd, mask = output
     ctx.has_x_bias, ctx.has_mask = x_bias is not None, seed is not None
-    ctx.mark_non_differentiable(mean, rstd, mask)
+    ctx.mark_non_differentiable(mean, rstd, mask, *([out] if residual is None else []))
     ctx.set_materialize_grads(False)  # no zeros for these
+    out = x if residual is None else out
     ctx.save_for_backward(out, mask if ctx.has_mask else None, weight, mean if bias is not None else None, rstd)
 
 
 def _backward(ctx: Any, d_out: Tensor | None, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    if d_out is None and dy is None:
+        return (None,) * 7
     out, mask, weight, mean, rstd = ctx.saved_tensors
-    d_out, dy = (torch.zeros_like(out) if grad is None else grad for grad in (d_out, dy))
+    dy = torch.zeros_like(out) if dy is None else dy
     given = (d_out, dy, out, mask, weight, mean, rstd, ctx.has_x_bias, ctx.options)
     d_residual, dx, dx_bias, dg, d_bias = add_norm_backward_op(*given)
     dx = dx if ctx.has_mask else d_residual
@@ -162,6 +204,15 @@ def _backward(ctx: Any, d_out: Tensor | None, dy: Tensor | None, *_: Any) -> tup
 
 
 add_norm_op.register_autograd(_backward, setup_context=_setup_context)
+
+
+def check_norm(x: Tensor, eps: float, **vectors: Tensor | None) -> None:
+    """Raise ValueError for a negative eps, and for one of the vectors that is not (H,)."""
+    if not eps >= 0:
+        raise ValueError(f"eps={eps}: must be >= 0")
+    for name, t in vectors.items():
+        if t is not None and t.shape != x.shape[-1:]:
+            raise ValueError(f"{name} is {tuple(t.shape)}: must be ({x.shape[-1]},) for x {tuple(x.shape)}")
 
 
 def add_norm(

@@ -128,7 +128,7 @@ class Exchange:
 
         Args:
             x, ids: (T, H) contiguous rows, (T, K) int32 global ids.
-            values: (T, K) float32 that are sent with the ids, or None.
+            values: (T, K) float32 that are sent with the ids; None with local_ids.
             local_ids: (W·M, K) of an earlier exchange with the same ids; None sends the ids.
             part: "push" and "read" run one half, for one process that simulates the ranks one after the other.
 

@@ -1,6 +1,6 @@
 """Device code that the Gluon kernels for Hopper (sm_90) share.
 
-    the ring of stages and a tile's products            barriers, issue, retire, multiply, parts_of, stage_out
+    the ring of stages and a tile's products            barriers, multiply, parts_of, stage_out
     tiles over each expert's ragged number of rows      walk, find_tile, store_rows, gather_rows and what they need
     activations                                         unary
 
@@ -59,30 +59,6 @@ def barriers(c: gl.constexpr):
 
 
 @gluon.jit
-def issue(it, acc, a_bufs, b_bufs, full, use_acc, WG: gl.constexpr, c: gl.constexpr):
-    """Start the products of the stage of step `it`, once it is filled."""
-    s = it % c.stages
-    mbarrier.wait(full.index(s), (it // c.stages) & 1)
-    if c.gather:  # rows came by cp.async
-        fence_async_shared()
-    a = a_bufs.index(s if c.pingpong else s * 2 + WG)
-    b = b_bufs.index(s)
-    if not c.a_k_major:
-        a = a.permute((1, 0))
-    if c.b_k_major:
-        b = b.permute((1, 0))
-    return warpgroup_mma(a, b, acc, use_acc=use_acc, is_async=True)
-
-
-@gluon.jit
-def retire(it, acc, empty, pred, c: gl.constexpr):
-    """Wait for the products before those of step `it`, whose stage may be filled again."""
-    acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
-    mbarrier.arrive(empty.index((it + c.stages - 1) % c.stages), count=1, pred=pred)
-    return acc
-
-
-@gluon.jit
 def multiply(it, steps, a_bufs, b_bufs, full, empty, turn, phase, WG: gl.constexpr, c: gl.constexpr):
     """A consumer's share of a tile from `steps` stages, (rows, BN) in float32, and the stage after them."""
     shape: gl.constexpr = [c.rows, c.BN]
@@ -92,8 +68,21 @@ def multiply(it, steps, a_bufs, b_bufs, full, empty, turn, phase, WG: gl.constex
         # Waiting for a parity is only correct after the other consumer has passed its own waits on the same ring.
         mbarrier.wait(turn.index(WG), phase ^ (1 - WG))
     for k in range(steps):
-        acc = issue(it, acc, a_bufs, b_bufs, full, k > 0, WG, c)
-        acc = retire(it, acc, empty, k > 0, c)
+        follows = k > 0
+        s = it % c.stages
+        mbarrier.wait(full.index(s), (it // c.stages) & 1)
+        if c.gather:  # rows came by cp.async
+            fence_async_shared()
+        a = a_bufs.index(s if c.pingpong else s * 2 + WG)
+        b = b_bufs.index(s)
+        if not c.a_k_major:
+            a = a.permute((1, 0))
+        if c.b_k_major:
+            b = b.permute((1, 0))
+        acc = warpgroup_mma(a, b, acc, use_acc=follows, is_async=True)
+        # The products of the step before are complete: its stage may be filled again.
+        acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
+        mbarrier.arrive(empty.index((it + c.stages - 1) % c.stages), count=1, pred=follows)
         it += 1
     if c.pingpong:
         mbarrier.arrive(turn.index(1 - WG), count=1)

@@ -208,19 +208,3 @@ def add_norm_backward_launch(
         )  # fmt: skip
     sums = add_partials_launch(partial)
     return dx, dropped, sums[-1] if has_x_bias else None, sums[0], None if mean is None else sums[1]
-
-
-def norm_launch(
-    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, offset: float
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Like `norm_ref`; one launch."""
-    return add_norm_launch(x, None, None, None, weight, bias, AddNormOptions(0, eps, offset))[1:4]
-
-
-def norm_backward_launch(
-    dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor, offset: float
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Like `norm_backward_ref`; two launches."""
-    options = AddNormOptions(0, 0.0, offset)
-    dx, *_, dg, d_bias = add_norm_backward_launch(None, dy, x, None, weight, mean, rstd, False, options)
-    return dx, dg, d_bias

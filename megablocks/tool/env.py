@@ -50,7 +50,7 @@ def versions() -> dict[str, str]:
 
 def kernels(x: torch.Tensor) -> dict[str, str]:
     """Return which kernels each family of ops uses for a tensor (64, 64) in bfloat16."""
-    from megablocks.ops import adam, norm
+    from megablocks.ops import adam, add_norm
     from megablocks.ops.grouped import grouped_mm
     from megablocks.ops.library import runs_triton
     from megablocks.ops.routing import topk
@@ -74,7 +74,7 @@ def kernels(x: torch.Tensor) -> dict[str, str]:
         "permute": every_gpu,
         "quant": every_gpu,
         "loss": every_gpu,
-        "norm": plain(norm.kernels_take(x)),
+        "norm": plain(add_norm.kernels_take(x)),
         "rope": every_gpu,
         "adam": plain(adam.fits((x.float(),), x)),
     }

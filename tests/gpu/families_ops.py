@@ -159,8 +159,7 @@ def norm(device: torch.device) -> Step:
 @family
 def pair_mm(device: torch.device) -> Step:
     from megablocks.ops.activation_table import Activation
-    from megablocks.ops.grouped.pair_mlp import pair_mlp
-    from megablocks.ops.grouped.pair_mm import pair_mm
+    from megablocks.ops.grouped.pair_mm import pair_mlp_op, pair_mm
 
     x, ids = draws(device)(T, H).detach(), chosen(device)[:, :2].flatten()
     matrices = [draws(device)(E, H, WIDTH).detach(), draws(device)(E, WIDTH, H).detach().transpose(1, 2)]
@@ -174,7 +173,7 @@ def pair_mm(device: torch.device) -> Step:
         every += [pair_mm(x[:24], w, ids[few]) for w in matrices]
         for some in (slice(0, 24), slice(0, T)):
             chosen_ids, weights = (t.view(T, 2)[some] for t in (ids, scale))
-            every.append(pair_mlp(x[some], chosen_ids, weights, up, down, Activation("swiglu"), up_bias=up_bias))
+            every.append(pair_mlp_op(x[some], chosen_ids, weights, up, down, up_bias, None, Activation("swiglu")))
         return every
 
     return step

@@ -14,6 +14,7 @@ from megablocks.moe import Experts, dMoE
 from megablocks.moe.dispatchers import LocalDispatcher
 from megablocks.moe.groups import ExpertShard
 from megablocks.moe.router import TopKRouter
+from megablocks.moe.shared_expert import SharedExpert
 from megablocks.ops.activation_table import ACTIVATIONS
 from megablocks.ops.routing.capacity import apply_capacity
 from megablocks.ops.routing.dispatch import Routing, make_routing
@@ -334,6 +335,19 @@ def test_shared_expert_is_added_and_gated():
     layer.shared_expert = None
     without, _ = layer.forward_with_aux(x)
     assert torch.allclose(with_it - without, dense * torch.sigmoid(x @ shared.gate)[:, None], atol=1e-5)
+
+
+def test_a_shared_expert_that_is_drawn_again_has_biases_of_0():
+    expert = SharedExpert(config_of(shared_expert_hidden_size=16, shared_expert_gate=True, init_std=0.5), bias=True)
+    with torch.no_grad():
+        for parameter in expert.parameters():
+            parameter.fill_(7.0)
+    expert.reset_parameters()
+    for name, parameter in expert.named_parameters():
+        if name == "gate" or name.endswith(".bias"):
+            assert not parameter.any()
+        else:
+            assert 0 < parameter.abs().max() < 3
 
 
 def test_forward_leaves_losses_out_and_says_so():

@@ -201,8 +201,8 @@ def activation() -> None:
         activation_backward_launch(z, z, gate, one)
         if one.gated:
             h = torch.zeros(8, 128, dtype=dtype)
-            activation_launch(*h.chunk(2, dim=1), one)
-            activation_backward_launch(z.view(1, 64).expand(8, 64), *h.chunk(2, dim=1), one, halves=h)
+            activation_launch(h, None, one)
+            activation_backward_launch(z.view(1, 64).expand(8, 64), h, None, one)
     for dtype, width, interleaved in product(EVERY, (20, 1024), (False, True)):
         h, clamp = torch.zeros(8, 2 * width, dtype=dtype), Clamp(7.0, 1.702, 1.0, interleaved)
         activation_triton.clamped_gate_launch(h, clamp)
@@ -244,17 +244,13 @@ def partials() -> None:
 @family("norm_triton", "_norm_kernel", "_norm_backward_kernel")
 def norm() -> None:
     from megablocks.ops.add_norm import AddNormOptions
-    from megablocks.ops.norm_triton import (
-        add_norm_backward_launch,
-        add_norm_launch,
-        norm_backward_launch,
-        norm_launch,
-    )
+    from megablocks.ops.norm_triton import add_norm_backward_launch, add_norm_launch
 
     for dtype, hidden, centered in product(EVERY, (13, 64, 768, 4096, 16384), (False, True)):
         x, weight = torch.zeros(40, hidden, dtype=dtype), torch.zeros(hidden, dtype=dtype)
-        _, mean, rstd = norm_launch(x, weight, weight if centered else None, 1e-5, 1.0)
-        norm_backward_launch(x, x, weight, mean if centered else None, rstd, 1.0)
+        alone, bias = AddNormOptions(0, 1e-5, 1.0), weight if centered else None
+        _, _, mean, rstd, _ = add_norm_launch(x, None, None, None, weight, bias, alone)
+        add_norm_backward_launch(None, x, x, None, weight, mean if centered else None, rstd, False, alone)
         seed, options = torch.zeros((), dtype=torch.int64) if hidden < 4096 else None, AddNormOptions(6554, 1e-5, 0.0)
         x_bias, bias = (weight, None) if centered else (None, weight)
         *_, mask = add_norm_launch(x, x_bias, x, seed, weight, bias, options)
@@ -365,7 +361,7 @@ def bias() -> None:
         values = torch.zeros(experts, width, dtype=dtype)
         bias_triton.add_expert_bias_launch(rows, values, ints(experts + 1))
         bias_triton.expert_sum_launch(rows, ints(experts + 1))
-        bias_triton.output_bias_sum_launch(rows, torch.zeros(128), d)
+        bias_triton.expert_sum_launch(rows, d.expert_offsets, torch.zeros(128), d.gather, d.pair)
         bias_triton.output_bias_dot_launch(rows, values, d)
 
 

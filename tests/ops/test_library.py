@@ -15,25 +15,13 @@ from torch.utils._pytree import tree_map_only
 
 import megablocks.ops
 from megablocks.ops import library
-from megablocks.ops.activation import (
-    activate,
-    activation_backward_op,
-    activation_op,
-    halves_activation_backward_op,
-    halves_activation_op,
-)
+from megablocks.ops.activation import activate, activation_backward_op, activation_op
 from megablocks.ops.activation_table import Activation
 from megablocks.ops.add_norm import AddNormOptions, add_norm_backward_op, add_norm_op
 from megablocks.ops.clamp import Clamp, clamped_gate_backward_op, clamped_gate_op
 from megablocks.ops.fused.down import activate_and_project, activate_and_project_op
 from megablocks.ops.fused.mlp import ExpertParameters, Options, down_gradient_op, fused_mlp, fused_mlp_op, fused_up_op
-from megablocks.ops.grouped.bias import (
-    add_expert_bias,
-    add_expert_bias_op,
-    expert_sum_op,
-    output_bias_dot_op,
-    output_bias_sum_op,
-)
+from megablocks.ops.grouped.bias import add_expert_bias, add_expert_bias_op, expert_sum_op, output_bias_dot_op
 from megablocks.ops.grouped.gathered_mm import (
     gathered_mm,
     gathered_mm_dw_add_op,
@@ -45,12 +33,10 @@ from megablocks.ops.grouped.gathered_mm import (
 )
 from megablocks.ops.grouped.grouped_mm import grouped_mm, grouped_mm_dw_op, grouped_mm_op
 from megablocks.ops.grouped.low_rank_mm import low_rank_mm_op
-from megablocks.ops.grouped.pair_mlp import pair_mlp_op
-from megablocks.ops.grouped.pair_mm import pair_mm_op
+from megablocks.ops.grouped.pair_mm import pair_mlp_op, pair_mm_op
 from megablocks.ops.grouped.rows_linear import rows_linear_op
 from megablocks.ops.library import Op, _device_of
 from megablocks.ops.loss import cross_entropy_gradient_op, cross_entropy_sums_op
-from megablocks.ops.norm import norm_backward_op, norm_op
 from megablocks.ops.permute.rows import combine, combine_backward_op, combine_op, gather, gather_op
 from megablocks.ops.quant.quant import dequantize_op, quantize, quantize_op
 from megablocks.ops.rope import rope_op
@@ -178,7 +164,7 @@ def _samples():
         "gathered_mm_dw_add": (gathered_mm_dw_add_op, (const(E, F, H), const(R, F), const(T, H), d)),
         "add_expert_bias": (add_expert_bias_op, (t(R, F), t(E, F), offsets)),
         "expert_sum": (expert_sum_op, (const(R, F), offsets)),
-        "output_bias_sum": (output_bias_sum_op, (const(T, H), weight, d)),
+        "output_bias_sum": (expert_sum_op, (const(T, H), d.expert_offsets, weight, d.gather, d.pair)),
         "output_bias_dot": (output_bias_dot_op, (const(T, H), const(E, H), d)),
         "scattered_mm": (
             scattered_mm_op,
@@ -257,8 +243,14 @@ def _samples():
             cross_entropy_gradient_op,
             (const(T, H), torch.arange(T), const(T), torch.rand(T) + 1, const(T)),
         ),
-        "norm": (norm_op, (t(T, H), t(H), t(H), 1e-5, 0.0)),
-        "norm_backward": (norm_backward_op, (const(T, H), const(T, H), const(H), const(T), torch.rand(T) + 1, 0.0)),
+        "norm": (add_norm_op, (t(T, H), None, None, None, t(H), t(H), AddNormOptions(0, 1e-5, 0.0))),
+        "norm_backward": (
+            add_norm_backward_op,
+            (
+                *(None, const(T, H), const(T, H), None, const(H), const(T), torch.rand(T) + 1, False),
+                AddNormOptions(0, 1e-5, 0.0),
+            ),
+        ),
         "add_norm": (
             add_norm_op,
             (t(T, H), t(H), t(T, H), torch.tensor(3), t(H), t(H), AddNormOptions(6554, 1e-5, 0.0)),
@@ -278,7 +270,13 @@ def _samples():
                 AddNormOptions(0, 1e-5, 0.0),
             ),
         ),
-        "rms_norm_backward": (norm_backward_op, (const(T, H), const(T, H), const(H), None, torch.rand(T) + 1, 0.0)),
+        "rms_norm_backward": (
+            add_norm_backward_op,
+            (
+                *(None, const(T, H), const(T, H), None, const(H), None, torch.rand(T) + 1, False),
+                AddNormOptions(0, 1e-5, 0.0),
+            ),
+        ),
         "rope": (rope_op, (t(T, 2, 3, H), const(T, 2), False, 1.5, False)),
         "pair_mm": (
             pair_mm_op,
@@ -291,8 +289,8 @@ def _samples():
                 *(const(E, H, 2 * F), const(E, F, H), const(E, 2 * F), const(E, H), swiglu),
             ),
         ),
-        "halves_activation": (halves_activation_op, (t(R, 2 * F), swiglu)),
-        "halves_activation_backward": (halves_activation_backward_op, (const(R, F), const(R, 2 * F), swiglu)),
+        "halves_activation": (activation_op, (t(R, 2 * F), None, swiglu)),
+        "halves_activation_backward": (activation_backward_op, (const(R, F), const(R, 2 * F), None, swiglu)),
         "clamped_gate": (clamped_gate_op, (t(R, 2 * F), Clamp(0.5, 1.702, 1.0, True))),
         "clamped_gate_backward": (clamped_gate_backward_op, (const(R, F), const(R, 2 * F), Clamp(0.5))),
         "quantize": (quantize_op, (const(R, 20), 8)),

@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megablocks.ops.norm import norm, norm_backward_ref, norm_ref
-from megablocks.ops.norm_triton import norm_backward_launch, norm_launch
+from megablocks.ops.add_norm import AddNormOptions, norm_ref, wide_norm_backward
+from megablocks.ops.norm import norm
+from megablocks.ops.norm_triton import add_norm_backward_launch, add_norm_launch
 from megablocks.testing.oracle import relative_error
 from megablocks.testing.poison import poisoned_empty
 
@@ -55,10 +56,11 @@ def doubles(case: list[Tensor | None]) -> list[Tensor | None]:
 def test_norm_kernels_equal_float64(rows: int, hidden: int, biased: bool) -> None:
     x, weight, bias, dy = draw(rows, hidden, torch.float32, biased)
     truth = of_torch(*doubles([x, weight, bias, dy]), False)
-    strided = torch.cat([x, x], 1)[:, :hidden]
+    strided, options = torch.cat([x, x], 1)[:, :hidden], AddNormOptions(0, EPS, 0.0)
     with poisoned_empty():
-        y, mean, rstd = norm_launch(strided, weight, bias, EPS, 0.0)
-        grads = norm_backward_launch(dy, x, weight, mean, rstd, 0.0)
+        _, y, mean, rstd, _ = add_norm_launch(strided, None, None, None, weight, bias, options)
+        dx, _, _, *others = add_norm_backward_launch(None, dy, x, None, weight, mean, rstd, False, options)
+    grads = dx, *others
     for got, expected in zip((y, *grads), truth, strict=False):
         assert relative_error(got, expected) < 1e-6
     assert biased or mean is grads[2] is None
@@ -68,7 +70,7 @@ def test_norm_kernels_equal_float64(rows: int, hidden: int, biased: bool) -> Non
 def test_the_reference_equals_torch(biased: bool, zero_centered: bool) -> None:
     x, weight, bias, dy = doubles(draw(7, 33, torch.float32, biased))
     y, mean, rstd = norm_ref(x, weight, bias, EPS, float(zero_centered))
-    grads = norm_backward_ref(dy, x, weight, mean, rstd, float(zero_centered))
+    grads = wide_norm_backward(dy, x, weight, mean, rstd, float(zero_centered))
     for got, expected in zip((y, *grads), of_torch(x, weight, bias, dy, zero_centered), strict=False):
         torch.testing.assert_close(got, expected)
     assert biased or mean is grads[2] is None

@@ -37,7 +37,7 @@ from torch import Tensor
 
 from megablocks.ops.activation import activation_backward_ref, activation_op, activation_ref, check_activation
 from megablocks.ops.activation_table import Activation
-from megablocks.ops.grouped.bias import expert_sum_op, output_bias_dot_op, output_bias_sum_op
+from megablocks.ops.grouped.bias import expert_sum_op, output_bias_dot_op
 from megablocks.ops.grouped.gathered_mm import (
     gathered_mm_dw_add_op,
     gathered_mm_dw_halves_op,
@@ -306,7 +306,7 @@ def gradients(
         if db1 is not None and dc1 is not None and joined:
             db1, dc1 = torch.cat([db1, dc1], dim=1), None
     if need_b2:
-        db2 = output_bias_sum_op(dy, weight, dispatch)
+        db2 = expert_sum_op(dy, offsets, weight, dispatch.gather, dispatch.pair)
     return dx if need_x else None, (d_weight if need_weight else None), (dw1, dv1, dw2, db1, dc1, db2)
 
 

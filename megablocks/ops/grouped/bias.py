@@ -36,19 +36,21 @@ def add_expert_bias_ref(rows: Tensor, bias: Tensor, offsets: Tensor) -> Tensor:
     return (rows + bias.to(rows.dtype).index_select(0, expert)).contiguous()
 
 
-def expert_sum_ref(rows: Tensor, offsets: Tensor) -> Tensor:
-    """Sum each expert's rows: (R, N), (E+1,) → (E, N) in float32 (float64 for float64)."""
+def expert_sum_ref(
+    rows: Tensor, offsets: Tensor, weight: Tensor | None = None, gather: Tensor | None = None,
+    pair: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Sum each expert's rows: (R, N), (E+1,) → (E, N) in float32 (float64 for float64).
+
+    weight, gather, pair: of pairs and from a Dispatch; then row p is weight[pair[p]] · rows[gather[p]], rows (T, N).
+    """
+    if weight is not None and gather is not None and pair is not None:
+        rows = rows.index_select(0, gather) * weight.index_select(0, pair).unsqueeze(1)
     wide = rows.to(torch.promote_types(rows.dtype, torch.float32)).contiguous()
     out = wide.new_zeros(offsets.shape[0] - 1, rows.shape[1])
     for expert, (start, end) in enumerate(pairwise(offsets.tolist())):
         torch.sum(wide[start:end], dim=0, out=out[expert])
     return out
-
-
-def output_bias_sum_ref(dy: Tensor, weight: Tensor, dispatch: Dispatch) -> Tensor:
-    """dy (T, N), weight (R,) → (E, N) in float32 (float64 for float64)."""
-    scale = weight.index_select(0, dispatch.pair).unsqueeze(1)
-    return expert_sum_ref(dy.index_select(0, dispatch.gather) * scale, dispatch.expert_offsets)
 
 
 def output_bias_dot_ref(dy: Tensor, bias: Tensor, dispatch: Dispatch) -> Tensor:
@@ -74,11 +76,6 @@ expert_sum_op = custom_op(
     fake=lambda a: empty_sums(a.rows, a.offsets.shape[0] - 1, a.rows.shape[1]),
     kernel="megablocks.ops.grouped.bias_triton:expert_sum_launch",
 )(expert_sum_ref)
-output_bias_sum_op = custom_op(
-    "megablocks::output_bias_sum",
-    fake=lambda a: empty_sums(a.dy, a.dispatch.num_experts, a.dy.shape[1]),
-    kernel="megablocks.ops.grouped.bias_triton:output_bias_sum_launch",
-)(output_bias_sum_ref)
 output_bias_dot_op = custom_op(
     "megablocks::output_bias_dot",
     fake=lambda a: empty_sums(a.dy, a.dispatch.num_pairs),

@@ -104,8 +104,9 @@ def expert_sum_launch(
     rows: Tensor, offsets: Tensor, weight: Tensor | None = None, gather: Tensor | None = None,
     pair: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """rows (R, N) → (E, N) float32; one launch. With the others as in `output_bias_sum_launch`."""
+    """Like `expert_sum_ref`; one launch."""
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    weight = None if weight is None else weight.contiguous()
     width, experts = rows.shape[1], offsets.shape[0] - 1
     out = torch.empty(experts, width, dtype=torch.float32, device=rows.device)
     if out.numel():
@@ -114,11 +115,6 @@ def expert_sum_launch(
             GATHER=gather is not None, ROWS=64, BLOCK=64, num_warps=4,
         )  # fmt: skip
     return out
-
-
-def output_bias_sum_launch(dy: Tensor, weight: Tensor, dispatch: Dispatch) -> Tensor:
-    """dy (T, N), weight (R,) → (E, N) float32; one launch."""
-    return expert_sum_launch(dy, dispatch.expert_offsets, weight.contiguous(), dispatch.gather, dispatch.pair)
 
 
 def output_bias_dot_launch(dy: Tensor, bias: Tensor, dispatch: Dispatch) -> Tensor:

@@ -2,9 +2,17 @@
 
     y[p] = scale[p] · (x[p // K] · w[ids[p]] + bias[ids[p]])        0 if ids[p] is outside [0, E)
 
-Legend: T rows of x, K pairs per row, R = T·K pairs, E experts, I inner size, N outer size. Without a gradient.
+and the experts' whole MLP, `pair_mlp_op`:
 
-Each expert's weights are read once, in place. A row's result has the same bits for any other rows.
+    h[t, k]   = x[t] · up[e] + up_bias[e]              e = ids[t, k]; both halves of a gated MLP
+    act[t, k] = f(h) or f(first half of h) ⊙ second half, of the rounded h
+    y[t]      = Σ over k of weight[t, k] · (act[t, k] · down[e] + down_bias[e])        without pairs outside [0, E)
+
+Legend: T rows of x, K pairs per row, R = T·K pairs, E experts, I inner size, N outer size. In the MLP I is the experts'
+width, H the hidden size, and N = 2·I if gated, otherwise I. Without a gradient.
+
+Each expert's weights are read once, in place; the MLP takes two launches. A row's result has the same bits for any
+other rows: a token's pairs are summed in float32 in their order.
 """
 
 from __future__ import annotations
@@ -12,10 +20,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megablocks.ops.activation import activation_ref
+from megablocks.ops.activation_table import Activation
 from megablocks.ops.library import custom_op, runs_triton
 
 MOST_PAIRS = 512
-"""Most pairs for the kernel: each program reads the ids of all pairs."""
+"""Most pairs for the kernels: each program reads the ids of all pairs. References copy the weights of each pair."""
 
 
 def out_dtype(x: Tensor, scale: Tensor | None) -> torch.dtype:
@@ -78,3 +88,32 @@ def pair_mm(x: Tensor, w: Tensor, ids: Tensor, bias: Tensor | None = None, scale
     if scale is not None and scale.shape != ids.shape:
         raise ValueError(f"scale is {tuple(scale.shape)}: must be ({ids.shape[0]},), one for each pair")
     return pair_mm_op(x, w, ids, bias, scale)
+
+
+def pair_mlp_ref(
+    x: Tensor, ids: Tensor, weight: Tensor, up: Tensor, down: Tensor, up_bias: Tensor | None, down_bias: Tensor | None,
+    activation: Activation,
+) -> Tensor:  # fmt: skip
+    """The MLP of each token's experts, summed by weight, in x's dtype, rounded once from float32.
+
+    Args:
+        x: (T, H) floating. ids: (T, K) integer. weight: (T, K) floating.
+        up: (E, H, N) of x's dtype, in any order of strides; fastest if H or N is contiguous. In a gated MLP the first
+            half of the columns computes the argument of the activation, the second half the gate.
+        down: (E, I, H) of x's dtype, likewise.
+        up_bias, down_bias: (E, N) and (E, H) floating, or None.
+    """
+    pairs = ids.flatten()
+    h = pair_mm_ref(x, up, pairs, up_bias, None)
+    pre, gate = h.chunk(2, dim=1) if activation.gated else (h, None)
+    act = activation_ref(pre, gate, activation)
+    rows = pair_mm_ref(act, down, pairs, down_bias, weight.flatten())
+    return rows.view(*ids.shape, rows.shape[1]).sum(1).to(x.dtype)
+
+
+pair_mlp_op = custom_op(
+    "megablocks::pair_mlp",
+    fake=lambda a: a.x.new_empty(a.x.shape),
+    kernel="megablocks.ops.grouped.pair_mm_triton:pair_mlp_launch",
+    takes=lambda x, ids, *_: runs_triton(x) and ids.numel() <= MOST_PAIRS,
+)(pair_mlp_ref)

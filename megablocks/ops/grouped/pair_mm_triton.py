@@ -1,4 +1,4 @@
-"""Triton kernel of `pair_mm` and `pair_mlp`: no sorting, each expert's weights read once.
+"""Triton kernel of `pair_mm` and `pair_mlp_op`: no sorting, each expert's weights read once.
 
 A program has a pair p and a block of columns. If p is the first pair of its expert, the program computes these columns
 for all pairs of that expert, 16 at a time; otherwise it ends. So experts without a pair cost nothing. It finds the
