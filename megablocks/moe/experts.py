@@ -139,7 +139,8 @@ class Experts(nn.Module):
             if bias is not None:
                 local_part(bias).zero_()
 
-    def _per_expert(self, weight: Tensor) -> Tensor:
+    def _per_expert(self, weight: Tensor, is_w2: bool = False) -> Tensor:
+        """Return a view (E, I, H) of a matrix; `is_w2` is for a subclass that stores that one differently."""
         return local_part(weight).view(self.num_local_experts, self.ffn_hidden_size, self.config.hidden_size)
 
     def forward(
@@ -280,10 +281,10 @@ class Experts(nn.Module):
         scale = self.grad_scale if scale is None else scale
         v1: nn.Parameter | None = getattr(self, "v1", None)  # experts built from `Arguments` have v1 only if it is used
 
-        def matrix(parameter: nn.Parameter) -> Tensor:
+        def matrix(parameter: nn.Parameter, is_w2: bool = False) -> Tensor:
             # For every implementation: either its product adds to main_grad, or this autograd node does.
             fused = to_main_grad(parameter) if self.config.gradient_accumulation_fusion else parameter
-            return scale_gradient(self._per_expert(fused), scale).to(dtype)
+            return scale_gradient(self._per_expert(fused, is_w2), scale).to(dtype)
 
         def vector(bias: Tensor | None) -> Tensor | None:
             return None if bias is None else scale_gradient(local_part(bias), scale).to(dtype)
@@ -291,7 +292,7 @@ class Experts(nn.Module):
         return ExpertParameters(
             matrix(self.w1),
             None if v1 is None else matrix(v1),
-            matrix(self.w2),
+            matrix(self.w2, is_w2=True),
             vector(self.b1),
             vector(self.c1),
             # Other shards add zeros instead of leaving b2 out: gradient reducers wait for every parameter's gradient.
