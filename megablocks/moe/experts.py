@@ -310,10 +310,12 @@ class Experts(nn.Module):
     def _accept_old_layouts(self, state: dict[str, Any], prefix: str, *_: Any) -> None:
         """Convert matrices of other shapes to (E·I, H): from 0.10's capacity layer, or of all experts.
 
-        0.10's capacity layer stores w1 as (E, H, I) and w2 as (E, I, H). From a matrix of all experts at full width,
+        0.10's capacity layer stores w1 as (E, H, I) and w2 as (E, I, H). From tensors of all experts at full width,
         only the experts and the width of this rank are kept.
         """
-        config, shard = self.config, self.shard
+        config, first, start = self.config, self.shard.expert_offset, self.shard.ffn_rank * self.ffn_hidden_size
+        experts, columns = slice(first, first + self.num_local_experts), slice(start, start + self.ffn_hidden_size)
+        num_experts, width, hidden = config.num_experts, config.ffn_hidden_size, config.hidden_size
         for name in ("w1", "v1", "w2"):
             weight = state.get(prefix + name)
             if weight is None or weight.dim() not in (2, 3):
@@ -321,13 +323,13 @@ class Experts(nn.Module):
             if weight.dim() == 3:
                 weight = weight if name == "w2" else weight.transpose(1, 2)
                 weight = weight.reshape(-1, weight.shape[2])
-            everything = (config.num_experts * config.ffn_hidden_size, config.hidden_size)
-            if weight.shape == everything and weight.shape != self.w1.shape:
-                first, start = shard.expert_offset, shard.ffn_rank * self.ffn_hidden_size
-                weight = weight.view(config.num_experts, config.ffn_hidden_size, config.hidden_size)
-                weight = weight[first : first + self.num_local_experts, start : start + self.ffn_hidden_size]
-                weight = weight.reshape(-1, config.hidden_size)
+            if weight.shape == (num_experts * width, hidden) and weight.shape != self.w1.shape:
+                weight = weight.view(num_experts, width, hidden)[experts, columns].reshape(-1, hidden)
             state[prefix + name] = weight
+        for name, own, size in (("b1", self.b1, width), ("c1", self.c1, width), ("b2", self.b2, hidden)):
+            bias = state.get(prefix + name)
+            if bias is not None and own is not None and own.shape != bias.shape == (num_experts, size):
+                state[prefix + name] = bias[experts] if name == "b2" else bias[experts, columns]
 
     def extra_repr(self) -> str:
         config, shard, impl = self.config, self.shard, self.mlp_impl_for()
