@@ -95,6 +95,7 @@ class Experts(nn.Module):
         self._is_parallel: bool | None = None
         self.reset_parameters(seed)
         self._register_load_state_dict_pre_hook(self._accept_old_layouts)
+        self.register_load_state_dict_post_hook(_mark_assigned)
 
     def mark(self, is_parallel: bool | None) -> None:
         """Set the attribute of megablocks 0.10 that tells trainers whether ranks hold different experts."""
@@ -342,6 +343,11 @@ class Experts(nn.Module):
             f"mlp_impl={f'auto ({impl})' if config.mlp_impl == 'auto' else impl}"
             f"{'' if off is None else f', no kernels for Hopper because of {off}'}"
         )
+
+
+def _mark_assigned(experts: Experts, _: Any) -> None:
+    """Called after `load_state_dict`, which with assign=True makes parameters without the mark."""
+    experts.mark(experts._is_parallel)
 
 
 def local_part(weight: Tensor) -> Tensor:
