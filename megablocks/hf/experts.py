@@ -174,8 +174,7 @@ def _has_own_parameters(module: nn.Module) -> bool:
 def routing_of(ids: Tensor, weight: Tensor, num_experts: int) -> Routing:
     """ids (T, K) integer, weight (T, K) → the Routing, without counts, which are not needed here."""
     num_tokens, top_k = ids.shape
-    token = torch.arange(num_tokens, dtype=torch.int32, device=ids.device)
-    token = token.unsqueeze(1).expand(num_tokens, top_k).flatten()
+    token = torch.arange(num_tokens, dtype=torch.int32, device=ids.device).repeat_interleave(top_k)
     return Routing(token, narrow_ids(ids.flatten()), weight.flatten(), num_tokens, num_experts, top_k)
 
 

@@ -81,16 +81,17 @@ class _ArgumentsExperts(Experts):
         """Initialize w1, w2 and v1 again, in this order, from torch's generator."""
         args = dataclasses.replace(self.args, device=self.w1.device)
         size = args.moe_num_experts, args.ffn_hidden_size, args.hidden_size
-        inits = args.init_method, args.output_layer_init_method, args.init_method
-        for weight, init in zip((self.w1, self.w2, getattr(self, "v1", None)), inits, strict=True):
+        inits = {"w1": args.init_method, "w2": args.output_layer_init_method, "v1": args.init_method}
+        for name, init in inits.items():
+            weight = getattr(self, name, None)
             if weight is not None:
-                self._per_expert(weight).copy_(create_moe_expert_weights(args, *size, init))
+                self._per_expert(weight, name == "w2").copy_(create_moe_expert_weights(args, *size, init))
 
     def scale_grad(self, w: Tensor) -> Tensor:
         """Return w unchanged; its gradient is multiplied by `gradient_scale`, if that is a number."""
         return w if self.gradient_scale is None else scale_gradient(w, self.gradient_scale)
 
-    def _per_expert(self, weight: Tensor) -> Tensor:
+    def _per_expert(self, weight: Tensor, is_w2: bool = False) -> Tensor:
         return super()._per_expert(self.scale_grad(weight))
 
 
@@ -105,12 +106,11 @@ class MLP(_ArgumentsExperts):
             setattr(self, name, nn.Parameter(stored.detach().contiguous()))
         self.mark(args.moe_expert_model_parallelism)
 
-    def _per_expert(self, weight: Tensor) -> Tensor:
-        """Return a view (E, I, H) of any of the three matrices."""
+    def _per_expert(self, weight: Tensor, is_w2: bool = False) -> Tensor:
         if weight.dim() == 2:  # as the base class creates them
             return super()._per_expert(weight)
         local = resolve_dtensor(self.scale_grad(weight))
-        return local if weight is self.w2 else local.transpose(1, 2)
+        return local if is_w2 else local.transpose(1, 2)
 
     def _accept_old_layouts(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
         """Convert any layout that `Experts` accepts to the layout of this class."""

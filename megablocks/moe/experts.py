@@ -95,6 +95,7 @@ class Experts(nn.Module):
         self._is_parallel: bool | None = None
         self.reset_parameters(seed)
         self._register_load_state_dict_pre_hook(self._accept_old_layouts)
+        self.register_load_state_dict_post_hook(_mark_assigned)
 
     def mark(self, is_parallel: bool | None) -> None:
         """Set the attribute of megablocks 0.10 that tells trainers whether ranks hold different experts."""
@@ -139,7 +140,8 @@ class Experts(nn.Module):
             if bias is not None:
                 local_part(bias).zero_()
 
-    def _per_expert(self, weight: Tensor) -> Tensor:
+    def _per_expert(self, weight: Tensor, is_w2: bool = False) -> Tensor:
+        """Return a view (E, I, H) of a matrix; `is_w2` is for a subclass that stores that one differently."""
         return local_part(weight).view(self.num_local_experts, self.ffn_hidden_size, self.config.hidden_size)
 
     def forward(
@@ -280,10 +282,10 @@ class Experts(nn.Module):
         scale = self.grad_scale if scale is None else scale
         v1: nn.Parameter | None = getattr(self, "v1", None)  # experts built from `Arguments` have v1 only if it is used
 
-        def matrix(parameter: nn.Parameter) -> Tensor:
+        def matrix(parameter: nn.Parameter, is_w2: bool = False) -> Tensor:
             # For every implementation: either its product adds to main_grad, or this autograd node does.
             fused = to_main_grad(parameter) if self.config.gradient_accumulation_fusion else parameter
-            return scale_gradient(self._per_expert(fused), scale).to(dtype)
+            return scale_gradient(self._per_expert(fused, is_w2), scale).to(dtype)
 
         def vector(bias: Tensor | None) -> Tensor | None:
             return None if bias is None else scale_gradient(local_part(bias), scale).to(dtype)
@@ -291,7 +293,7 @@ class Experts(nn.Module):
         return ExpertParameters(
             matrix(self.w1),
             None if v1 is None else matrix(v1),
-            matrix(self.w2),
+            matrix(self.w2, is_w2=True),
             vector(self.b1),
             vector(self.c1),
             # Other shards add zeros instead of leaving b2 out: gradient reducers wait for every parameter's gradient.
@@ -309,10 +311,12 @@ class Experts(nn.Module):
     def _accept_old_layouts(self, state: dict[str, Any], prefix: str, *_: Any) -> None:
         """Convert matrices of other shapes to (E·I, H): from 0.10's capacity layer, or of all experts.
 
-        0.10's capacity layer stores w1 as (E, H, I) and w2 as (E, I, H). From a matrix of all experts at full width,
+        0.10's capacity layer stores w1 as (E, H, I) and w2 as (E, I, H). From tensors of all experts at full width,
         only the experts and the width of this rank are kept.
         """
-        config, shard = self.config, self.shard
+        config, first, start = self.config, self.shard.expert_offset, self.shard.ffn_rank * self.ffn_hidden_size
+        experts, columns = slice(first, first + self.num_local_experts), slice(start, start + self.ffn_hidden_size)
+        num_experts, width, hidden = config.num_experts, config.ffn_hidden_size, config.hidden_size
         for name in ("w1", "v1", "w2"):
             weight = state.get(prefix + name)
             if weight is None or weight.dim() not in (2, 3):
@@ -320,13 +324,13 @@ class Experts(nn.Module):
             if weight.dim() == 3:
                 weight = weight if name == "w2" else weight.transpose(1, 2)
                 weight = weight.reshape(-1, weight.shape[2])
-            everything = (config.num_experts * config.ffn_hidden_size, config.hidden_size)
-            if weight.shape == everything and weight.shape != self.w1.shape:
-                first, start = shard.expert_offset, shard.ffn_rank * self.ffn_hidden_size
-                weight = weight.view(config.num_experts, config.ffn_hidden_size, config.hidden_size)
-                weight = weight[first : first + self.num_local_experts, start : start + self.ffn_hidden_size]
-                weight = weight.reshape(-1, config.hidden_size)
+            if weight.shape == (num_experts * width, hidden) and weight.shape != self.w1.shape:
+                weight = weight.view(num_experts, width, hidden)[experts, columns].reshape(-1, hidden)
             state[prefix + name] = weight
+        for name, own, size in (("b1", self.b1, width), ("c1", self.c1, width), ("b2", self.b2, hidden)):
+            bias = state.get(prefix + name)
+            if bias is not None and own is not None and own.shape != bias.shape == (num_experts, size):
+                state[prefix + name] = bias[experts] if name == "b2" else bias[experts, columns]
 
     def extra_repr(self) -> str:
         config, shard, impl = self.config, self.shard, self.mlp_impl_for()
@@ -339,6 +343,11 @@ class Experts(nn.Module):
             f"mlp_impl={f'auto ({impl})' if config.mlp_impl == 'auto' else impl}"
             f"{'' if off is None else f', no kernels for Hopper because of {off}'}"
         )
+
+
+def _mark_assigned(experts: Experts, _: Any) -> None:
+    """Called after `load_state_dict`, which with assign=True makes parameters without the mark."""
+    experts.mark(experts._is_parallel)
 
 
 def local_part(weight: Tensor) -> Tensor:

@@ -132,6 +132,7 @@ class TopKRouter(Router):
         if config.expert_score_bias:
             self.expert_score_bias = torch.zeros(config.num_experts, dtype=torch.float32, device=device)
             self.tokens_since_update = torch.zeros(config.num_experts, dtype=torch.int64, device=device)
+        self.register_load_state_dict_post_hook(_count_where_the_bias_is)
 
     def route(self, logits: Tensor, *, padding_mask: Tensor | None = None) -> Routing:
         """Like `Router.route`; also counts the load for the next update of the bias."""
@@ -178,6 +179,13 @@ class TopKRouter(Router):
             # bf16 would lose the update: 1 + 1e-3 rounds to 1
             self.expert_score_bias = bias.to(moved.device)
         return self
+
+
+def _count_where_the_bias_is(router: TopKRouter, _: Any) -> None:
+    """Called after `load_state_dict`, which with assign=True replaces a bias on "meta". No state has the counts."""
+    bias, counts = router.expert_score_bias, router.tokens_since_update
+    if bias is not None and counts is not None and counts.device != bias.device:
+        router.tokens_since_update = torch.zeros_like(counts, device=bias.device)
 
 
 def make_router(config: MoEConfig, **kwargs: Any) -> Router:

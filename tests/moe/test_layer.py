@@ -1,6 +1,7 @@
 """The layers against the written-out float64 layer: routing edges, numerics, every activation, autograd's corners."""
 
 import contextlib
+import copy
 import logging
 
 import pytest
@@ -441,6 +442,23 @@ def test_a_layer_from_meta_is_drawn_whole_and_counts_from_0():
             assert drawn.isfinite().all() and drawn.any() == expected.any(), name
         else:
             assert torch.equal(drawn, expected), name
+
+
+def test_a_layer_from_meta_counts_and_is_marked_after_a_state_is_assigned():
+    """A state contains neither the counts, without which the bias stays as it is, nor the mark for trainers."""
+    config = config_of(expert_score_bias=True, expert_score_bias_rate=0.5)
+    saved = dMoE(config)
+    late = dMoE(config, device="meta")
+    for layer in (saved, late):
+        layer.experts.mark(True)
+    late.load_state_dict(copy.deepcopy(saved.state_dict()), assign=True)
+    assert all(p.expert_model_parallel is True for p in late.experts.parameters())
+    x = torch.randn(5, 12)
+    for layer in (saved, late):
+        layer.forward_with_aux(x)
+        layer.router.update_expert_score_bias()
+    assert late.router.expert_score_bias.any()
+    assert torch.equal(late.router.expert_score_bias, saved.router.expert_score_bias)
 
 
 def test_meta_has_no_values_to_read():

@@ -121,6 +121,28 @@ def test_K9_a_whole_state_is_cut_to_the_experts_held_here():
         assert torch.equal(getattr(part, name).view(2, 10, 12), full[2:, 10:])
 
 
+@pytest.mark.parametrize("ffn_size", [1, 2])
+def test_K9_biases_are_cut_as_their_matrices_are(ffn_size):
+    """0.10's experts have none; a layer with `mlp_bias` on one process has those of all experts."""
+    from megablocks import MoEConfig
+    from megablocks.moe import Experts
+    from megablocks.moe.groups import ExpertShard
+
+    config = MoEConfig(hidden_size=12, ffn_hidden_size=20, num_experts=4, activation="swiglu", mlp_bias=True)
+    whole = Experts(config)
+    state = {name: torch.randn_like(p) for name, p in whole.named_parameters()}
+    part = Experts(config, shard=ExpertShard(2, 2, ffn_size - 1, ffn_size))
+    part.load_state_dict(dict(state), strict=True)
+    start = 10 if ffn_size == 2 else 0
+    for name in ("b1", "c1"):
+        assert torch.equal(getattr(part, name), state[name][2:, start:])
+    assert torch.equal(part.b2, state["b2"][2:])
+    whole.load_state_dict(dict(state), strict=True)
+    assert torch.equal(whole.b1, state["b1"])
+    with pytest.raises(RuntimeError, match="size mismatch for b1"):
+        part.load_state_dict({**state, "b1": torch.zeros(4, 30)})
+
+
 def test_K9_wrong_sizes_are_refused():
     state, _ = _old_state(gated=False, capacity_layout=False)
     state["experts.mlp.w1"] = torch.zeros(80, 13)

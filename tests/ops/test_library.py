@@ -649,3 +649,12 @@ def test_N9_compile_block_sparse_mlp(backend, device):
     expected = torch.autograd.grad(eager.sin().sum(), inputs)
     for got, want in zip(torch.autograd.grad(compiled.sin().sum(), inputs), expected, strict=True):
         check(got, want)
+
+
+def test_N9_the_router_of_one_token_returns_what_its_fake_says():
+    """Inductor checks strides; the K pairs of one token must not be K times the same place of memory."""
+    options = RouterOptions(K, num_groups=1, group_top_k=1)
+    args = (torch.randn(1, E, requires_grad=True), None, None, options)
+    torch.library.opcheck(router_op.definition, router_op.flat(*args), test_utils="test_faketensor")
+    for token in (router_op(*args).token, make_routing(torch.zeros(1, K).int(), torch.ones(1, K), E).token):
+        assert token.tolist() == [0] * K and token.stride() == (1,)

@@ -63,6 +63,17 @@ def test_kernel_and_reference_equal_float64(shape: tuple[int, ...], inner_first:
 
 
 @pytest.mark.any_device
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32])
+def test_ids_of_any_integer_dtype(dtype: torch.dtype) -> None:
+    """With more experts than int8 can name."""
+    x, w, _, bias, scale = draw((3, 2, 200, 8, 8), torch.float32, True)
+    ids = torch.tensor([0, 1, 127, 5, 1, 9], dtype=dtype, device=DEVICE)
+    expected = truth(x, w, ids, bias, scale)
+    for run in (launch, pair_mm_ref):
+        assert relative_error(run(x, w, ids, bias, scale), expected) < 1e-6
+
+
+@pytest.mark.any_device
 @pytest.mark.parametrize("kind", ["one", "none"])
 def test_R2_all_pairs_to_one_expert_and_to_none(kind: str) -> None:
     x, w, ids, bias, scale = draw((40, 3, 7, 60, 130), torch.float32, True)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.utils import parametrize
 
 from megablocks import grouped_gemm_util
 from megablocks.config import ConfigError
@@ -22,6 +23,7 @@ from megablocks.layers.mlp import (
 from megablocks.layers.moe import ParallelMLP
 from megablocks.moe import experts
 from megablocks.moe.experts import Experts
+from megablocks.ops.routing.dispatch import build_dispatch, make_routing
 from megablocks.ops.sparse import from_coordinates, topology
 from megablocks.testing.oracle import relative_error
 from upstream.fake_stk import FakeStk
@@ -43,6 +45,28 @@ def test_mlp_computes_equal_bins(mlp_type, recompute):
         )
 
     compare(mlp, mlp, formula, torch.randn(E, 5, H))
+
+
+class _Doubled(torch.nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+    def right_inverse(self, weight):
+        return weight / 2
+
+
+@pytest.mark.parametrize("kind", [MLP, SparseMLP, GroupedGLU])
+def test_parametrized_weights_compute_the_same(kind):
+    """Each read of one returns a new tensor. With equal sizes no shape tells w1 (E, H, I) from w2 (E, I, H)."""
+    module = kind(args_of(ffn_hidden_size=64, hidden_size=64, mlp_type="glu" if kind is GroupedGLU else "mlp"))
+    x, where = torch.randn(E, 5, 64), []
+    if kind is not MLP:
+        ids = torch.arange(5 * E).unsqueeze(1) // 5
+        x, where = x.flatten(0, 1), [build_dispatch(make_routing(ids, torch.ones_like(ids).float(), E))]
+    expected = module(x, *where)
+    for name in [name for name, _ in module.named_parameters()]:
+        parametrize.register_parametrization(module, name, _Doubled())
+    assert relative_error(module(x, *where), expected) < 1e-6
 
 
 def test_mlp_draws_what_the_dropless_experts_draw():

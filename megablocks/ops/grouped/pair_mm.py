@@ -36,7 +36,7 @@ def out_dtype(x: Tensor, scale: Tensor | None) -> torch.dtype:
 def pair_mm_ref(x: Tensor, w: Tensor, ids: Tensor, bias: Tensor | None, scale: Tensor | None) -> Tensor:
     """x (T, I), w (E, I, N), ids (R,), bias (E, N), scale (R,) → (R, N), with a copy of the weights of each pair."""
     rows = x.repeat_interleave(ids.shape[0] // max(x.shape[0], 1), dim=0)
-    known = ids.clamp(0, w.shape[0] - 1)
+    known = ids.long().clamp(0, w.shape[0] - 1)  # index_select accepts no narrower ids than int32
     if w.stride(1) == 1 and w.stride(2) != 1:  # copied in its storage order
         picked = w.transpose(1, 2).index_select(0, known).transpose(1, 2)
     else:

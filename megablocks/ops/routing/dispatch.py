@@ -156,9 +156,8 @@ def make_routing(expert: Tensor, weight: Tensor, num_experts: int, *, padding_ma
         outside = outside & ~padding_mask.unsqueeze(1)
         expert = torch.where(padding_mask.unsqueeze(1), -1, expert)
     expert = expert.flatten()
-    token = torch.arange(num_tokens, dtype=torch.int32, device=expert.device)
     return Routing(
-        token=token.unsqueeze(1).expand(num_tokens, top_k).flatten(),
+        token=torch.arange(num_tokens, dtype=torch.int32, device=expert.device).repeat_interleave(top_k),
         expert=expert,
         weight=weight.flatten(),
         num_tokens=num_tokens,

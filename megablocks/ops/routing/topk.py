@@ -126,13 +126,13 @@ def router_ref(
     if options.norm_p:
         weight = weight / (torch.linalg.vector_norm(weight, ord=options.norm_p, dim=1, keepdim=True) + _TINY)
     expert = (ids if padding_mask is None else ids.masked_fill(padding_mask.unsqueeze(1), -1)).flatten().int()
-    token = torch.arange(num_tokens, dtype=torch.int32, device=logits.device)
+    token = torch.arange(num_tokens, dtype=torch.int32, device=logits.device).repeat_interleave(top_k)
     load = count_valid_ref(expert, num_experts)
     losses = losses_ref(logits, padding_mask, load, options)
     return RouterOutput(
         weight=(weight * options.scaling).flatten(),
         expert=expert,
-        token=token.unsqueeze(1).expand(num_tokens, top_k).flatten(),
+        token=token,
         load=load,
         **losses._asdict(),
     )
