@@ -64,7 +64,7 @@ class Checkpoints:
     def _load(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         """Wraps Megatron's `load_checkpoint`: verifies the checkpoint first, and reports each failure in one line."""
         folder, saved = Path(self.args.load or self.args.pretrained_checkpoint), None
-        if self.args.load and self.args.ckpt_step:
+        if self.args.load and self.args.ckpt_step and self.args.ckpt_format == "torch_dist":
             folder = atomic.folder_of(self.args.load, self.args.ckpt_step)
             _together(functools.partial(self._open, folder))
             saved = checkpoint_io.saved_args(folder)
@@ -293,14 +293,13 @@ def _load_args(original: Any, args: argparse.Namespace, *rest: Any, **options: A
     Megatron leaves many out, such as --qk-layernorm, and cannot know ours. Of those, what is given stays.
     """
     choose_checkpoint(args)
-    saved, folder = None, Path(args.load or "") / atomic.RELEASE  # written by `convert`
     if args.load and args.ckpt_step:
-        folder = atomic.folder_of(args.load, args.ckpt_step)
-    if args.load and (args.ckpt_step or (folder / ".metadata").is_file()):
-        saved = checkpoint_io.saved_args(folder)  # a failure is one line
-    if args.ckpt_step and options.get("load_arg") == "pretrained_checkpoint":  # the step belongs to --load, read next
-        return args
+        if args.ckpt_format == "torch_dist":
+            checkpoint_io.saved_args(atomic.folder_of(args.load, args.ckpt_step))  # a failure is one line
+        if options.get("load_arg") == "pretrained_checkpoint":  # the step belongs to --load, which Megatron reads next
+            return args
     result = original(args, *rest, **options)
+    saved = result[1] if isinstance(result, tuple) else None  # of the checkpoint, if it has any
     for name in checkpoint_io.TAKEN:
         value = getattr(saved, name, getattr(args, name))
         if name not in args.megablocks_explicit and value != getattr(args, name):
