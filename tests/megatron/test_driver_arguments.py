@@ -401,6 +401,7 @@ TOLD = {
     "--adam-beta1 2": "adam_beta1=2.0: ValueError: Invalid beta parameter at index 0: 2.0 in",
     "--num-workers -1": "num_workers=-1: ValueError: num_workers option should be non-negative",
     "--manual-gc --manual-gc-interval -1": "manual_gc_interval=-1: Megatron asks for: Manual garbage",
+    "--wandb-project p": "wandb_project='p': ",  # the package is missing, or Megatron joins None to its folder
     "--num-experts 1000000000": "micro_batch_size=2, seq_length=32, num_layers=2, hidden_size=32, ffn_hidden_size=64, "
     "num_experts=1000000000: 8.26e+12 parameters need ",
 }
@@ -412,6 +413,21 @@ def test_L2_what_megatron_refuses_is_one_line_that_names_the_flag(driver: Driver
     (line,) = [line for line in run.text().splitlines() if line.startswith("pretrain_gpt: ")]
     assert line.startswith(f"pretrain_gpt: {TOLD[flags]}")
     assert "Traceback" not in run.text() and run.losses() == {}
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ("--tokenizer-model /dev/null/t", "tokenizer_model='/dev/null/t': tokenizer_path: /dev/null/t is invalid"),
+        ("--tokenizer-model /etc/passwd", "tokenizer_model='/etc/passwd': RuntimeError: INTERNAL: could not parse"),
+        ("", "Megatron asks for: Tokenizer path must be specified."),
+    ],
+)
+def test_L2_a_missing_or_damaged_tokenizer_names_no_other_flag(driver: Driver, model: str, said: str) -> None:
+    flags = f"--train-iters 4 --mock-data --tokenizer-type SentencePieceTokenizer {model}"
+    run = driver.run(*flags.split(), model=TINY, data=False, expect=2)
+    (line,) = [line for line in run.text().splitlines() if line.startswith("pretrain_gpt: ")]
+    assert line.startswith(f"pretrain_gpt: {said}")
 
 
 def test_L2_gpus_that_are_not_there_share_no_memory(driver: Driver) -> None:
