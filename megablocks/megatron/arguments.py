@@ -503,6 +503,11 @@ def _check_experts(args: argparse.Namespace, ranks: int) -> None:
     if "sinkhorn" in args.moe_router_load_balancing_type and args.moe_aux_loss_coeff not in (0, [0]):
         rule = "must be 0 with moe_router_load_balancing_type='sinkhorn'"
         refuse("moe_aux_loss_coeff", args.moe_aux_loss_coeff, rule)
+    coefficients, kinds = args.moe_aux_loss_coeff, args.moe_router_load_balancing_type
+    count = 1 if isinstance(kinds, str) else len(kinds)
+    if isinstance(coefficients, list) and len(coefficients) != count:
+        rule = f"must be one number for each of --moe-router-load-balancing-type, which has {count}"
+        refuse("moe_aux_loss_coeff", coefficients, rule)
     tile, rounding = PREFIX + "token_rounding_tile", PREFIX + "token_rounding"
     if getattr(args, tile) is not None and getattr(args, rounding) is None:
         refuse(tile, getattr(args, tile), f"needs {flag_of(rounding)}, which alone reads it")

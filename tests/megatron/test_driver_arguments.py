@@ -245,6 +245,11 @@ REFUSED = {
     "--reset-attention-mask --no-create-attention-mask-in-dataloader": "create_attention_mask_in_dataloader=False: ",
     "--vocab-size 100 --padded-vocab-size 64": "padded_vocab_size=64: must be at least vocab_size=100",
     "--num-experts 8 --moe-router-load-balancing-type sinkhorn --moe-loss-weight 1": "moe_aux_loss_coeff=0.5: must be",
+    "--num-experts 8 --moe-aux-loss-coeff 1 2": "moe_aux_loss_coeff=[1.0, 2.0]: must be one number for each of "
+    "--moe-router-load-balancing-type, which has 1",
+    "--num-experts 8 --moe-aux-loss-coeff 1 2 --moe-router-load-balancing-type aux_loss": "moe_aux_loss_coeff=[1.0, 2",
+    "--num-experts 8 --moe-aux-loss-coeff 1 --moe-router-load-balancing-type aux_loss seq_aux_loss": "moe_aux_loss_co"
+    "eff=[1.0]: must be one number for each of --moe-router-load-balancing-type, which has 2",
     "--num-experts 8 --megablocks-token-rounding-tile 8": "megablocks_token_rounding_tile=8: needs --megablocks-token-",
     "--num-experts 8 --megablocks-max-tokens 63": "megablocks_max_tokens=63: must be at least 64, the tokens of a",
     "--num-experts 8 --megablocks-dispatch-rows-factor 0": "megablocks_dispatch_rows_factor=0.0: must be > 0",
@@ -277,6 +282,7 @@ def test_L2_each_bad_value_or_combination_is_one_line(parser: argparse.ArgumentP
         "--moe-router-load-balancing-type sinkhorn",
         "--moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 0",
         "--moe-router-force-load-balancing",
+        "--moe-router-load-balancing-type aux_loss seq_aux_loss --moe-aux-loss-coeff 1 2",
         "--overlap-grad-reduce --overlap-param-gather --use-distributed-optimizer",
         "--megablocks-layer experts --moe-token-dispatcher-type allgather",
         "--megablocks-layer experts --moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep",
