@@ -358,6 +358,11 @@ def check(args: argparse.Namespace) -> None:
     if args.global_batch_size and args.global_batch_size % (args.micro_batch_size * ranks):
         rule = f"must be a multiple of micro_batch_size={args.micro_batch_size} times the {ranks} data-parallel ranks"
         refuse("global_batch_size", args.global_batch_size, rule)
+    if args.train_samples and not args.skip_train and args.step_batch_size_schedule is None:
+        batch = args.global_batch_size or args.micro_batch_size * ranks
+        if args.train_samples < batch:  # Megatron would train no step
+            rule = f"must be at least global_batch_size={batch}, the samples of one step"
+            refuse("train_samples", args.train_samples, rule)
     if args.profile and args.use_pytorch_profiler and args.tensorboard_dir is None:
         refuse("tensorboard_dir", None, "--use-pytorch-profiler writes beside it; give --tensorboard-dir")
     if args.megablocks_keep_checkpoints and args.ckpt_format != "torch_dist":

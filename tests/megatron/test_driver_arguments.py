@@ -317,6 +317,26 @@ def test_L2_what_is_required_is_named(parser: argparse.ArgumentParser, dest: str
         parser.parse_args(BASE[:at] + BASE[at + 2 :])
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--train-samples 3 --global-batch-size 4", "train_samples=3: must be at least global_batch_size=4"),
+        ("--train-samples 1", "train_samples=1: must be at least global_batch_size=2, the samples of one step"),
+        ("--train-samples 4 --global-batch-size 4", None),
+        ("--train-samples 3 --global-batch-size 4 --skip-train", None),
+        ("--train-samples 3 --step-batch-size-schedule 0:4", None),  # Megatron rounds up here
+    ],
+)
+def test_L2_samples_that_fill_no_batch_are_refused(
+    parser: argparse.ArgumentParser, flags: str, message: str | None
+) -> None:
+    """Megatron would train no step and exit with 0."""
+    at = BASE.index("--global-batch-size")
+    base = BASE[: BASE.index("--train-iters")]
+    with contextlib.nullcontext() if message is None else pytest.raises(ConfigError, match=message):
+        parse(parser, *flags.split(), base=base[:at] + base[at + 2 :])
+
+
 NULL = "--tokenizer-type NullTokenizer --vocab-size 9"
 
 
