@@ -324,7 +324,7 @@ def check(args: argparse.Namespace) -> None:
         if getattr(args, dest, None):
             refuse(dest, getattr(args, dest), why)
     for dest in ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size", "lr"):
-        if getattr(args, dest) is None and not args.use_checkpoint_args:
+        if getattr(args, dest) is None and not (args.use_checkpoint_args and dest != "micro_batch_size"):
             refuse(dest, None, f"{flag_of(dest)} is required")
     if args.train_iters is None and args.train_samples is None:
         refuse("train_iters", None, "--train-iters or --train-samples is required")

@@ -317,6 +317,11 @@ def test_L2_what_is_required_is_named(parser: argparse.ArgumentParser, dest: str
         parser.parse_args(BASE[:at] + BASE[at + 2 :])
 
 
+def test_L2_a_checkpoints_own_flags_bring_no_micro_batch(parser: argparse.ArgumentParser) -> None:
+    with pytest.raises(ConfigError, match="^micro_batch_size=None: --micro-batch-size is required"):
+        parser.parse_args("--use-checkpoint-args --global-batch-size 4 --train-iters 4".split())
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
