@@ -173,7 +173,8 @@ class FusedAdam(torch.optim.Adam):
     """
 
     def __init__(self, params: Any, **options: Any) -> None:
-        super().__init__(params, **options)
+        # A GradScaler multiplies the grad_scale of a fused optimizer by its scale, and lets the step divide by it.
+        super().__init__(params, **{**options, "fused": None})
         self._reset()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

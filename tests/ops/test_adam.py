@@ -230,6 +230,18 @@ def test_S3_step_counts_that_are_taken_over_move_to_the_host() -> None:
     assert float(step) == 2
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_S3_a_gradient_scaler_divides_by_its_scale(fused: bool) -> None:
+    steps = []
+    for kind, options in ((torch.optim.Adam, {}), (FusedAdam, {"fused": fused})):
+        p = torch.nn.Parameter(torch.ones(3))
+        optimizer, scaler = kind([p], lr=0.1, eps=1.0, **options), torch.amp.GradScaler("cpu", init_scale=1024.0)
+        scaler.scale(p.square().sum()).backward()
+        scaler.step(optimizer)
+        steps.append(p.detach())
+    assert torch.allclose(*steps)
+
+
 @pytest.mark.parametrize("name", adam.UNSUPPORTED)
 def test_what_a_step_would_ignore_is_refused_of_a_group_too(name: str) -> None:
     group = {"params": [torch.nn.Parameter(torch.ones(3))], name: True}
