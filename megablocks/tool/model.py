@@ -22,6 +22,7 @@ VOCABULARY = 50257
 HOST_GPUS = 8  # GPUs of a host, connected by NVLink
 _UNEQUAL = "stages of unequal numbers of layers are not counted"
 _NOT_PLANNED = {
+    "spec": "the layers of a spec are not known",
     "multi_latent_attention": "latent attention has other products and saves other tensors than those that are counted",
     "mtp_num_layers": "the layers of multi-token prediction are not counted",
     "attention_output_gate": "the gate of attention's output is not counted",

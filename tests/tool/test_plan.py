@@ -371,6 +371,10 @@ def test_a_layout_for_which_megatron_asks_the_gpu_is_read_without_one(flags: str
             "use_precision_aware_optimizer=True: ",
         ),
         (["--", *DRIVER_FLAGS, "--mtp-num-layers", "1"], "mtp_num_layers=1: is not planned, leave it out; the layers"),
+        (
+            ["--", *DRIVER_FLAGS, "--spec", "my.layers", "block"],
+            "spec=['my.layers', 'block']: is not planned, leave it out; the layers of a spec are not known",
+        ),
         (["--", *DRIVER_FLAGS, "--attention-output-gate"], "attention_output_gate=True: is not planned, leave it out"),
         (
             ["--", *DRIVER_FLAGS[:-3], "--data-prefix", "no/data"],
