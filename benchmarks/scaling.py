@@ -225,7 +225,7 @@ def check_rows(inputs: dict[str, Any]) -> list[str]:
         else:
             of = [f"{gib:.1f}", f"{one.time.milliseconds:.0f} / not measured yet", "", ""]
         whole = m.num_layers == inputs["models"][one.name]["num_layers"]
-        layers = "" if whole else f", {m.num_layers} of its layers"
+        layers = ("" if whole else f", {m.num_layers} of its layers") + (", CUDA graph" if m.captured else "")
         rows.append(f"| {one.name}{layers} | {m.gpus} | {m.expert_model_parallel_size} | {m.micro_batch_size} | "
                     f"{m.micro_batches} | {' | '.join(of)} |")  # fmt: skip
     return rows

@@ -324,7 +324,7 @@ def check(args: argparse.Namespace) -> None:
         if getattr(args, dest, None):
             refuse(dest, getattr(args, dest), why)
     for dest in ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size", "lr"):
-        if getattr(args, dest) is None and not args.use_checkpoint_args:
+        if getattr(args, dest) is None and not (args.use_checkpoint_args and dest != "micro_batch_size"):
             refuse(dest, None, f"{flag_of(dest)} is required")
     if args.train_iters is None and args.train_samples is None:
         refuse("train_iters", None, "--train-iters or --train-samples is required")
@@ -358,6 +358,11 @@ def check(args: argparse.Namespace) -> None:
     if args.global_batch_size and args.global_batch_size % (args.micro_batch_size * ranks):
         rule = f"must be a multiple of micro_batch_size={args.micro_batch_size} times the {ranks} data-parallel ranks"
         refuse("global_batch_size", args.global_batch_size, rule)
+    if args.train_samples and not args.skip_train and args.step_batch_size_schedule is None:
+        batch = args.global_batch_size or args.micro_batch_size * ranks
+        if args.train_samples < batch:  # Megatron would train no step
+            rule = f"must be at least global_batch_size={batch}, the samples of one step"
+            refuse("train_samples", args.train_samples, rule)
     if args.profile and args.use_pytorch_profiler and args.tensorboard_dir is None:
         refuse("tensorboard_dir", None, "--use-pytorch-profiler writes beside it; give --tensorboard-dir")
     if args.megablocks_keep_checkpoints and args.ckpt_format != "torch_dist":
@@ -506,6 +511,11 @@ def _check_experts(args: argparse.Namespace, ranks: int) -> None:
     if "sinkhorn" in args.moe_router_load_balancing_type and args.moe_aux_loss_coeff not in (0, [0]):
         rule = "must be 0 with moe_router_load_balancing_type='sinkhorn'"
         refuse("moe_aux_loss_coeff", args.moe_aux_loss_coeff, rule)
+    coefficients, kinds = args.moe_aux_loss_coeff, args.moe_router_load_balancing_type
+    count = 1 if isinstance(kinds, str) else len(kinds)
+    if isinstance(coefficients, list) and len(coefficients) != count:
+        rule = f"must be one number for each of --moe-router-load-balancing-type, which has {count}"
+        refuse("moe_aux_loss_coeff", coefficients, rule)
     tile, rounding = PREFIX + "token_rounding_tile", PREFIX + "token_rounding"
     if getattr(args, tile) is not None and getattr(args, rounding) is None:
         refuse(tile, getattr(args, tile), f"needs {flag_of(rounding)}, which alone reads it")

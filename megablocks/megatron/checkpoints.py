@@ -1,7 +1,7 @@
 """A run's checkpoints: which one it resumes from, what is compared before a load, and saves that are whole or absent.
 
-`Checkpoints.install` replaces `load_checkpoint` and `save_checkpoint` of `megatron.training.training` by wrappers that
-call the original.
+`Checkpoints.install` replaces `load_checkpoint` and `save_checkpoint` of `megatron.training.training`, and Megatron's
+comparison of flags, by wrappers that call the original.
 """
 
 from __future__ import annotations
@@ -60,6 +60,8 @@ class Checkpoints:
     def install(self) -> None:
         """Wrap Megatron's functions. Call it once per process, before `pretrain`."""
         wrap(training, load_checkpoint=self._load, save_checkpoint=self._save)
+        if self.args.ckpt_format != "torch_dist":  # whose flags can be read before the rest
+            wrap(checkpointing, check_checkpoint_args=self._compare_loaded)
 
     def _load(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         """Wraps Megatron's `load_checkpoint`: verifies the checkpoint first, and reports each failure in one line."""
@@ -77,7 +79,7 @@ class Checkpoints:
                 return original(*args, **kwargs)
         except (Exception, SystemExit, CheckpointException) as error:
             cause = cause_of(error)
-            if out_of_memory(cause, self.args):
+            if out_of_memory(cause, self.args) or isinstance(cause, CheckpointError):
                 raise cause from error
             if "OptimizerParamScheduler" in str(cause) and saved is not None:
                 changed = checkpoint_io.differences(self.args, saved, checkpoint_io.SCHEDULE)
@@ -138,6 +140,11 @@ class Checkpoints:
                 f"{path}: saved with data {saved[:12]}, this run's are {self.fingerprint[:12]}: the data changed; "
                 "use the same data, or --finetune to start at iteration 0 with the saved weights"
             )
+
+    def _compare_loaded(self, original: Any, saved: argparse.Namespace, **options: Any) -> None:
+        """Wraps Megatron's comparison of few flags with the loaded ones, before it loads weights: compares all."""
+        self._compare(Path(self.args.load), saved)
+        original(saved, **options)
 
     def _compare(self, folder: Path, saved: argparse.Namespace | None) -> None:
         """Refuse to resume without a part of the state, or as another model, unless the flags allow it."""

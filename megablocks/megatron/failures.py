@@ -112,9 +112,12 @@ def _flags(steps: list[_Step], args: argparse.Namespace, text: str) -> list[str]
     quoted = [name for name in explicit if _is_quoted(getattr(args, name), text)]
     for frame, line, statement in reversed(steps):
         above = range(line - 1, max(frame.f_code.co_firstlineno, line - _NEAR), -1)
+        if re.search(r"\(args[,)]", statement):  # a call that reads all flags, whatever was read before it
+            above = range(0)
         texts = [statement, *(linecache.getline(frame.f_code.co_filename, number) for number in above)]
-        read = [re.findall(r"\b(?:args|config|cfg|self)\.(\w+)", text) for text in texts]
-        read[0] += [name for name in re.findall(r"\b\w+\b", statement) if _is_local(frame, name, args)]
+        read = [re.findall(r"\b(?:args|config|cfg|self)(?:\.|, ['\"])(\w+)", text) for text in texts]
+        variables = [name for name in re.findall(r"\b\w+\b", statement) if name in frame.f_locals]
+        read[0] += [flag for name in variables for flag in explicit if _holds(frame, name, flag, args)]
         for names in read:
             if found := [name for name in dict.fromkeys(names) if name in explicit]:
                 return [name for name in found if name in quoted] or found
@@ -126,8 +129,10 @@ def _is_quoted(value: object, text: str) -> bool:
     return any(re.search(rf"(?<![\w.-]){re.escape(one)}(?!\w|\.\d)", text) for one in shown)
 
 
-def _is_local(frame: FrameType, name: str, args: argparse.Namespace) -> bool:
-    return name in frame.f_locals and name in vars(args) and frame.f_locals[name] is getattr(args, name)
+def _holds(frame: FrameType, variable: str, flag: str, args: argparse.Namespace) -> bool:
+    """Whether a variable of a frame is a flag's value. Equal numbers of two flags are one object; texts are not."""
+    value = getattr(args, flag)
+    return frame.f_locals[variable] is value and (variable == flag or isinstance(value, str))
 
 
 def _flags_of_path(path: str, args: argparse.Namespace) -> list[str]:

@@ -94,6 +94,13 @@ def bad_environment() -> str | None:
 
 def main() -> int:
     """Returns the exit code."""
+    try:
+        return _run()
+    except KeyboardInterrupt:  # also in the seconds that imports take
+        return _fail("interrupted before training", 130, True)
+
+
+def _run() -> int:
     print_whole_lines()
     single_process_environment()
     if (problem := bad_environment()) is not None:
@@ -107,8 +114,6 @@ def main() -> int:
         return train(*prepare())
     except SystemExit as exit_:  # --help
         return int(exit_.code or 0)
-    except KeyboardInterrupt:
-        return _fail("interrupted before training", 130, True)
     except ArgumentError as error:
         return _fail(str(error), 2, first)
     except (NonFiniteError, CheckpointError, OutOfMemory) as error:

@@ -131,7 +131,8 @@ class MegaBlocksSettings:
     )
     normalize_top_k: float | None = option(
         None,
-        "divide a token's weights by their p-norm with this p, only with softmax before top-k; unset: as Megatron does",
+        "divide a token's weights by their p-norm with this p; after a softmax over the top-k 1 changes nothing; "
+        "unset: as Megatron, which divides sigmoid scores by their sum and leaves softmax weights",
     )
     capacity_factor: float | None = option(
         None,

@@ -173,7 +173,8 @@ class FusedAdam(torch.optim.Adam):
     """
 
     def __init__(self, params: Any, **options: Any) -> None:
-        super().__init__(params, **options)
+        # A GradScaler multiplies the grad_scale of a fused optimizer by its scale, and lets the step divide by it.
+        super().__init__(params, **{**options, "fused": None})
         self._reset()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -196,7 +197,14 @@ class FusedAdam(torch.optim.Adam):
         for group in optimizer.param_groups:
             _check_options(group)
         made.param_groups, made.state = optimizer.param_groups, optimizer.state
+        made._count_on_host()
         return made
+
+    def _count_on_host(self) -> None:
+        """Move step counts to the host, which reads them. torch's fused Adam keeps them on the parameter's device."""
+        for one in self.state.values():
+            if "step" in one:
+                one["step"] = one["step"].to("cpu", torch.float32)
 
     def _reset(self) -> None:
         """Forget what is prepared for a step: addresses, scalars, copies."""
@@ -219,8 +227,7 @@ class FusedAdam(torch.optim.Adam):
         for group in self.param_groups:
             # the run chooses these, not the checkpoint
             group.update({name: self.defaults[name] for name in _OF_THE_RUN})
-        for one in self.state.values():
-            one["step"] = one["step"].to("cpu", torch.float32)
+        self._count_on_host()
 
     def _init_state(self, p: Tensor) -> dict[str, Any]:
         """The state of a parameter, made at its first step."""

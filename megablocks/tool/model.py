@@ -22,6 +22,7 @@ VOCABULARY = 50257
 HOST_GPUS = 8  # GPUs of a host, connected by NVLink
 _UNEQUAL = "stages of unequal numbers of layers are not counted"
 _NOT_PLANNED = {
+    "spec": "the layers of a spec are not known",
     "multi_latent_attention": "latent attention has other products and saves other tensors than those that are counted",
     "mtp_num_layers": "the layers of multi-token prediction are not counted",
     "attention_output_gate": "the gate of attention's output is not counted",
@@ -87,6 +88,9 @@ class Model:
     fused_loss_kept_gib: float | None = option(
         None, "GiB of logits that it keeps for backward; unset: a tenth of the GPU's memory"
     )
+    cuda_graph_impl: str = option(
+        "none", "full_iteration: a step is one CUDA graph, which no host limits", ("none", "full_iteration")
+    )
     gpus: int = option(1, "GPUs of the run")
     gpu: str = option("NVIDIA H200", "name of the GPU, as in torch")
 
@@ -148,6 +152,11 @@ class Model:
         name, most = ("num_layers", self.num_layers) if self.num_experts else ("num_experts", 0)
         if self.num_moe_layers > most:
             refuse("num_moe_layers", self.num_moe_layers, f"must be <= {most}, for {name}={most}")
+        spread = max(self.expert_model_parallel_size, self.etp) > 1
+        if self.captured and (ranks > 1 or self.recompute_granularity or (spread and not self.symmetric)):
+            # the rules of megablocks.megatron.cuda_graph
+            allowed = "needs TP, PP and CP of 1, no recompute_granularity, and dispatcher='symmetric' for several ranks"
+            refuse("cuda_graph_impl", self.cuda_graph_impl, allowed)
         stages = self.pipeline_model_parallel_size
         if self.num_layers % stages:
             refuse("pipeline_model_parallel_size", stages, f"must divide num_layers={self.num_layers}")
@@ -190,6 +199,11 @@ class Model:
         if ep * self.etp > HOST_GPUS or ep == 1 or self.etp > 1 or self.dispatcher == "all_to_all":
             return False
         return self.dispatcher == "symmetric" or self.dispatch_rows_factor >= ep
+
+    @property
+    def captured(self) -> bool:
+        """Whether a step is a CUDA graph."""
+        return self.cuda_graph_impl != "none"
 
     @property
     def measured_layout(self) -> bool:

@@ -208,8 +208,8 @@ def step_time(m: Model, skew: float = 1.0) -> StepTime | None:
     communication = {f"communication: {name}": ms for name, ms in _communication(m).items() if ms}
     exchange = communication.get("communication: all-to-all of the experts", 0.0)
     stages = m.pipeline_model_parallel_size
-    repeats = 4 / 3 if m.recompute_granularity == "full" else 1
-    host = HOST_STEP_MS + repeats * HOST_LAYER_MS * m.num_layers / stages * m.micro_batches
+    launches = 0 if m.captured else 4 / 3 if m.recompute_granularity == "full" else 1
+    host = HOST_STEP_MS + launches * HOST_LAYER_MS * m.num_layers / stages * m.micro_batches
     waits = host - sum(parts.values()) - exchange
     parts["idle"] = max(IDLE_MS, waits)
     parts |= communication

@@ -378,3 +378,20 @@ def test_an_interrupt_of_the_process_group_is_left_to_the_rank(capfd: pytest.Cap
             signal.signal(number, handler)
     assert asked == [signal.SIGTERM]
     assert capfd.readouterr().err.count("interrupted: saving after this iteration") == 1
+
+
+_INTERRUPTED = """
+import importlib.abc, runpy, signal, sys
+class Ctrl_C(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name == "megablocks.monitor.guards":  # which imports torch
+            signal.raise_signal(signal.SIGINT)
+sys.meta_path.insert(0, Ctrl_C())
+runpy.run_module("megablocks.megatron.pretrain_gpt", run_name="__main__")
+"""
+
+
+def test_an_interrupt_while_torch_is_imported_is_one_line() -> None:
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")} | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", _INTERRUPTED], env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "pretrain_gpt: interrupted before training\n")

@@ -246,6 +246,11 @@ REFUSED = {
     "--reset-attention-mask --no-create-attention-mask-in-dataloader": "create_attention_mask_in_dataloader=False: ",
     "--vocab-size 100 --padded-vocab-size 64": "padded_vocab_size=64: must be at least vocab_size=100",
     "--num-experts 8 --moe-router-load-balancing-type sinkhorn --moe-loss-weight 1": "moe_aux_loss_coeff=0.5: must be",
+    "--num-experts 8 --moe-aux-loss-coeff 1 2": "moe_aux_loss_coeff=[1.0, 2.0]: must be one number for each of "
+    "--moe-router-load-balancing-type, which has 1",
+    "--num-experts 8 --moe-aux-loss-coeff 1 2 --moe-router-load-balancing-type aux_loss": "moe_aux_loss_coeff=[1.0, 2",
+    "--num-experts 8 --moe-aux-loss-coeff 1 --moe-router-load-balancing-type aux_loss seq_aux_loss": "moe_aux_loss_co"
+    "eff=[1.0]: must be one number for each of --moe-router-load-balancing-type, which has 2",
     "--num-experts 8 --megablocks-token-rounding-tile 8": "megablocks_token_rounding_tile=8: needs --megablocks-token-",
     "--num-experts 8 --megablocks-max-tokens 63": "megablocks_max_tokens=63: must be at least 64, the tokens of a",
     "--num-experts 8 --megablocks-dispatch-rows-factor 0": "megablocks_dispatch_rows_factor=0.0: must be > 0",
@@ -278,6 +283,7 @@ def test_L2_each_bad_value_or_combination_is_one_line(parser: argparse.ArgumentP
         "--moe-router-load-balancing-type sinkhorn",
         "--moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 0",
         "--moe-router-force-load-balancing",
+        "--moe-router-load-balancing-type aux_loss seq_aux_loss --moe-aux-loss-coeff 1 2",
         "--overlap-grad-reduce --overlap-param-gather --use-distributed-optimizer",
         "--megablocks-layer experts --moe-token-dispatcher-type allgather",
         "--megablocks-layer experts --moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep",
@@ -311,6 +317,31 @@ def test_L2_what_is_required_is_named(parser: argparse.ArgumentParser, dest: str
     at = BASE.index(flag)
     with pytest.raises(ConfigError, match=f"{dest}=None: {flag} is required"):
         parser.parse_args(BASE[:at] + BASE[at + 2 :])
+
+
+def test_L2_a_checkpoints_own_flags_bring_no_micro_batch(parser: argparse.ArgumentParser) -> None:
+    with pytest.raises(ConfigError, match="^micro_batch_size=None: --micro-batch-size is required"):
+        parser.parse_args("--use-checkpoint-args --global-batch-size 4 --train-iters 4".split())
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--train-samples 3 --global-batch-size 4", "train_samples=3: must be at least global_batch_size=4"),
+        ("--train-samples 1", "train_samples=1: must be at least global_batch_size=2, the samples of one step"),
+        ("--train-samples 4 --global-batch-size 4", None),
+        ("--train-samples 3 --global-batch-size 4 --skip-train", None),
+        ("--train-samples 3 --step-batch-size-schedule 0:4", None),  # Megatron rounds up here
+    ],
+)
+def test_L2_samples_that_fill_no_batch_are_refused(
+    parser: argparse.ArgumentParser, flags: str, message: str | None
+) -> None:
+    """Megatron would train no step and exit with 0."""
+    at = BASE.index("--global-batch-size")
+    base = BASE[: BASE.index("--train-iters")]
+    with contextlib.nullcontext() if message is None else pytest.raises(ConfigError, match=message):
+        parse(parser, *flags.split(), base=base[:at] + base[at + 2 :])
 
 
 NULL = "--tokenizer-type NullTokenizer --vocab-size 9"
@@ -403,6 +434,7 @@ TOLD = {
     "--adam-beta1 2": "adam_beta1=2.0: ValueError: Invalid beta parameter at index 0: 2.0 in",
     "--num-workers -1": "num_workers=-1: ValueError: num_workers option should be non-negative",
     "--manual-gc --manual-gc-interval -1": "manual_gc_interval=-1: Megatron asks for: Manual garbage",
+    "--wandb-project p": "wandb_project='p': ",  # the package is missing, or Megatron joins None to its folder
     "--num-experts 1000000000": "micro_batch_size=2, seq_length=32, num_layers=2, hidden_size=32, ffn_hidden_size=64, "
     "num_experts=1000000000: 8.26e+12 parameters need ",
 }
@@ -414,6 +446,21 @@ def test_L2_what_megatron_refuses_is_one_line_that_names_the_flag(driver: Driver
     (line,) = [line for line in run.text().splitlines() if line.startswith("pretrain_gpt: ")]
     assert line.startswith(f"pretrain_gpt: {TOLD[flags]}")
     assert "Traceback" not in run.text() and run.losses() == {}
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ("--tokenizer-model /dev/null/t", "tokenizer_model='/dev/null/t': tokenizer_path: /dev/null/t is invalid"),
+        ("--tokenizer-model /etc/passwd", "tokenizer_model='/etc/passwd': RuntimeError: INTERNAL: could not parse"),
+        ("", "Megatron asks for: Tokenizer path must be specified."),
+    ],
+)
+def test_L2_a_missing_or_damaged_tokenizer_names_no_other_flag(driver: Driver, model: str, said: str) -> None:
+    flags = f"--train-iters 4 --mock-data --tokenizer-type SentencePieceTokenizer {model}"
+    run = driver.run(*flags.split(), model=TINY, data=False, expect=2)
+    (line,) = [line for line in run.text().splitlines() if line.startswith("pretrain_gpt: ")]
+    assert line.startswith(f"pretrain_gpt: {said}")
 
 
 def test_L2_gpus_that_are_not_there_share_no_memory(driver: Driver) -> None:

@@ -214,6 +214,34 @@ def test_S3_a_parameter_without_a_gradient_stays(kernel: None) -> None:
     assert [float(ours.state[p]["step"]) for p in parameters] == [3, 1]
 
 
+def test_S3_step_counts_that_are_taken_over_move_to_the_host() -> None:
+    """torch's fused Adam keeps them on the parameter's device, and there each step would read each of them."""
+    parameters = [torch.nn.Parameter(draw(torch.Size((8,)), seed)) for seed in range(2)]
+    theirs = torch.optim.AdamW(parameters, fused=True)
+    parameters[0].grad = torch.ones_like(parameters[0])
+    theirs.step()
+    state = theirs.state[parameters[0]]
+    state["step"] = state["step"].double()  # without a GPU only the dtype can show that it is converted
+    theirs.state[parameters[1]] = {}
+    ours = FusedAdam.of(theirs)
+    step = ours.state[parameters[0]]["step"]
+    assert (step.device.type, step.dtype, float(step)) == ("cpu", torch.float32, 1)
+    ours.step()
+    assert float(step) == 2
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_S3_a_gradient_scaler_divides_by_its_scale(fused: bool) -> None:
+    steps = []
+    for kind, options in ((torch.optim.Adam, {}), (FusedAdam, {"fused": fused})):
+        p = torch.nn.Parameter(torch.ones(3))
+        optimizer, scaler = kind([p], lr=0.1, eps=1.0, **options), torch.amp.GradScaler("cpu", init_scale=1024.0)
+        scaler.scale(p.square().sum()).backward()
+        scaler.step(optimizer)
+        steps.append(p.detach())
+    assert torch.allclose(*steps)
+
+
 @pytest.mark.parametrize("name", adam.UNSUPPORTED)
 def test_what_a_step_would_ignore_is_refused_of_a_group_too(name: str) -> None:
     group = {"params": [torch.nn.Parameter(torch.ones(3))], name: True}

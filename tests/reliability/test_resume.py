@@ -63,6 +63,19 @@ def test_another_model_is_refused(driver: Driver, checkpoint: Path, flags: str) 
     assert "; give the saved values, or --finetune to start at" in line
 
 
+def test_a_checkpoint_of_torchs_format_is_compared_too(driver: Driver, tmp_path: Path) -> None:
+    of_torch = (*STEPS, "--ckpt-format", "torch", "--load", tmp_path / "run")
+    driver.run(*of_torch, "--exit-interval", "2", "--save", tmp_path / "run", "--save-interval", "2", model=MODEL)
+    line = line_of(driver, *of_torch, "--squared-relu")
+    assert f"{tmp_path / 'run'}: saved as another model: squared_relu=True (saved: False); give the saved" in line
+    line = line_of(driver, *of_torch, "--adam-beta1", "0.5")
+    assert "saved with another optimizer: adam_beta1=0.5 (saved: 0.9)" in line
+    run = driver.run(*of_torch, "--seed", "5", "--ckpt-step", "2", model=MODEL)
+    assert sorted(run.losses()) == [3, 4] and run.text().count("saved with seed=5 (saved: 1234)") == 1
+    run = driver.run(*of_torch, "--use-checkpoint-args", "--ckpt-step", "2", model=MODEL)
+    assert sorted(run.losses()) == [3, 4] and "WARNING: /" not in run.text()
+
+
 @pytest.mark.parametrize("allowed", ["--megablocks-allow-other-model", "--finetune"])
 def test_another_model_that_fits_the_weights_can_be_allowed(driver: Driver, checkpoint: Path, allowed: str) -> None:
     run = driver.run(*STEPS, "--load", checkpoint, "--moe-top-k", "1", allowed, model=MODEL)

@@ -88,7 +88,7 @@ def test_a_run_of_a_comparison_is_within_the_error_bars(
 OTHERS = {  # files with steps of other code or another GPU, and which planned row each arm is
     "h100/training_step.json": {
         "dmoe-xs": "dmoe-xs", "dense-xs": "dense-xs", "dense-small": "dense-small", "dmoe-small-16": "dmoe-small-16",
-        "eight-1": "eight-1",
+        "eight-1": "eight-1", "dmoe-xs-graph": "dmoe-xs", "eight-1-graph": "eight-1",
     },
     "h200/training_step_2026_11_26.json": {
         "dmoe-xs": "dmoe-xs", "dense-xs": "dense-xs", "dense-small": "dense-small", "dmoe-small": "dmoe-small",
@@ -100,7 +100,8 @@ OTHERS = {  # files with steps of other code or another GPU, and which planned r
 @pytest.mark.parametrize(("file", "arm"), [(file, arm) for file, arms in OTHERS.items() for arm in arms])
 def test_a_step_of_other_code_or_another_gpu_is_within_the_error_bars(file: str, arm: str) -> None:
     kept = json.loads((RESULTS.parent / file).read_text())
-    m = _with(ROWS[OTHERS[file][arm]], gpu=kept["environment"]["gpu"])
+    graph = "full_iteration" if arm.endswith("-graph") else "none"
+    m = _with(ROWS[OTHERS[file][arm]], gpu=kept["environment"]["gpu"], cuda_graph_impl=graph)
     found, time = memory.memory(m), step_time.step_time(m)
     measured = [one for one in kept["records"] if one["arm"] == arm]
     assert time is not None and measured
@@ -137,6 +138,30 @@ def test_small_steps_wait_for_the_host_and_ranks_for_one_another() -> None:
     assert again is not None and again.milliseconds == pytest.approx(9.4 + 8 * 5.9 * 4 / 3)
     large = step_time.step_time(SMALL)
     assert large is not None and large.parts["idle"] == step_time.IDLE_MS
+
+
+def test_a_graph_is_named_where_the_host_limits_the_step() -> None:
+    eager, captured = ROWS["larger-dmoe-medium"], ROWS["larger-dmoe-medium-graph"]
+    times = [step_time.step_time(m).milliseconds for m in (eager, captured)]  # type: ignore[union-attr]
+    assert times[1] < 0.5 * times[0]
+    flags = "--cuda-graph-impl full_iteration --megablocks-dispatcher symmetric"
+    assert plan.advice(eager) == f"the host limits the speed; with {flags} a step takes {times[1]:.1f} ms"
+    assert "with --cuda-graph-impl full_iteration a step" in plan.advice(ROWS["eight-1"])
+    assert flags in plan.advice(_with(eager, gpus=8, expert_model_parallel_size=8, global_batch_size=512))
+    for m in (captured, ROWS["dmoe-small"], _with(eager, gpu="unknown"), _with(eager, recompute_granularity="full"),
+              _with(eager, gpus=4, context_parallel_size=2)):  # fmt: skip
+        assert plan.advice(m) == ""
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [{"gpus": 2, "tensor_model_parallel_size": 2}, {"gpus": 2, "context_parallel_size": 2},
+     {"gpus": 2, "pipeline_model_parallel_size": 2}, {"recompute_granularity": "full"},
+     {"gpus": 2, "expert_model_parallel_size": 2, "dispatcher": "all_to_all"}],
+)  # fmt: skip
+def test_a_step_that_no_graph_can_hold_is_refused(layout: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"^cuda_graph_impl='full_iteration': needs TP, PP and CP of 1, no recompute"):
+        _with(cuda_graph_impl="full_iteration", **layout)
 
 
 def test_a_dense_model_that_waits_for_the_host_has_no_error_bar(capsys: pytest.CaptureFixture[str]) -> None:
@@ -346,6 +371,10 @@ def test_a_layout_for_which_megatron_asks_the_gpu_is_read_without_one(flags: str
             "use_precision_aware_optimizer=True: ",
         ),
         (["--", *DRIVER_FLAGS, "--mtp-num-layers", "1"], "mtp_num_layers=1: is not planned, leave it out; the layers"),
+        (
+            ["--", *DRIVER_FLAGS, "--spec", "my.layers", "block"],
+            "spec=['my.layers', 'block']: is not planned, leave it out; the layers of a spec are not known",
+        ),
         (["--", *DRIVER_FLAGS, "--attention-output-gate"], "attention_output_gate=True: is not planned, leave it out"),
         (
             ["--", *DRIVER_FLAGS[:-3], "--data-prefix", "no/data"],
