@@ -1,8 +1,8 @@
 """torchrun for exp/common.sh: a signal lets every rank save its state and exit, however long the save takes.
 
-SIGINT, SIGTERM and SIGHUP send SIGTERM to each rank: the training driver saves after its step and exits 0. SIGQUIT
-kills the ranks. After a signal no rank is started again. Plain torchrun passes its own signal on to the ranks, kills
-them 30 s later and ends with a traceback.
+SIGINT, SIGTERM and SIGHUP send SIGTERM to each rank: the training driver saves after its step, or with several ranks
+after the next one, and exits 0. SIGQUIT kills the ranks. After a signal no rank is started again. Plain torchrun passes
+its own signal on to the ranks, kills them 30 s later and ends with a traceback.
 """
 
 from __future__ import annotations

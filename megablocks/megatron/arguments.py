@@ -503,8 +503,11 @@ def _check_experts(args: argparse.Namespace, ranks: int) -> None:
     if not 1 <= args.moe_router_topk <= args.num_experts:
         refuse("moe_router_topk", args.moe_router_topk, f"must be 1 to num_experts={args.num_experts}")
     for dest, needed in _NEEDED_BY.items():
+        value = getattr(args, dest)
+        if value == "probs" and args.megablocks_capacity_factor is None:  # the default; dropless scripts give it
+            continue
         if dest in args.megablocks_explicit and not getattr(args, needed) and not args.use_checkpoint_args:
-            refuse(dest, getattr(args, dest), f"needs {flag_of(needed)}, without which nothing reads it")
+            refuse(dest, value, f"needs {flag_of(needed)}, without which nothing reads it")
     if "sinkhorn" in args.moe_router_load_balancing_type and args.moe_aux_loss_coeff not in (0, [0]):
         rule = "must be 0 with moe_router_load_balancing_type='sinkhorn'"
         refuse("moe_aux_loss_coeff", args.moe_aux_loss_coeff, rule)

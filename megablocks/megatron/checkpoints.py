@@ -300,14 +300,13 @@ def _load_args(original: Any, args: argparse.Namespace, *rest: Any, **options: A
     Megatron leaves many out, such as --qk-layernorm, and cannot know ours. Of those, what is given stays.
     """
     choose_checkpoint(args)
-    saved, folder = None, Path(args.load or "") / atomic.RELEASE  # written by `convert`
     if args.load and args.ckpt_step:
-        folder = atomic.folder_of(args.load, args.ckpt_step)
-    if args.load and args.ckpt_format == "torch_dist" and (args.ckpt_step or (folder / ".metadata").is_file()):
-        saved = checkpoint_io.saved_args(folder)  # a failure is one line
-    if args.ckpt_step and options.get("load_arg") == "pretrained_checkpoint":  # the step belongs to --load, read next
-        return args
+        if args.ckpt_format == "torch_dist":
+            checkpoint_io.saved_args(atomic.folder_of(args.load, args.ckpt_step))  # a failure is one line
+        if options.get("load_arg") == "pretrained_checkpoint":  # the step belongs to --load, which Megatron reads next
+            return args
     result = original(args, *rest, **options)
+    saved = result[1] if isinstance(result, tuple) else None  # of the checkpoint, if it has any
     for name in checkpoint_io.TAKEN:
         value = getattr(saved, name, getattr(args, name))
         if name not in args.megablocks_explicit and value != getattr(args, name):

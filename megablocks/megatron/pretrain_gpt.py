@@ -248,7 +248,8 @@ def save_at_interrupt(exit_signal: int) -> None:
         if os.getpid() != rank:
             return
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.write(2, b"interrupted: saving after this iteration; interrupt again to end at once\n")
+        when = b"this iteration, or with several ranks after the next"
+        os.write(2, b"interrupted: saving after %b; interrupt again to end at once\n" % when)
         signal.raise_signal(exit_signal)
 
     if exit_signal != signal.SIGINT:

@@ -44,14 +44,18 @@ class AddNormOptions(NamedTuple):
 def norm_ref(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, offset: float
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """x (R, H), weight, bias (H,) → y (R, H), mean (R,) (None for RMSNorm) and r (R,); g = weight + offset."""
+    """x (…, H), weight, bias (H,) → y (…, H), mean (R,) (None for RMSNorm) and r (R,); g = weight + offset.
+
+    y is no view: autograd would refuse to change a view in place.
+    """
     wide, mean = x.contiguous().to(torch.promote_types(x.dtype, torch.float32)), None
     if bias is not None:
-        mean = wide.mean(1)
-        wide = wide - mean.unsqueeze(1)
-    rstd = torch.rsqrt(wide.square().mean(1) + eps)
-    y = wide * rstd.unsqueeze(1) * (weight.to(wide.dtype) + offset)
-    return (y if bias is None else y + bias.to(wide.dtype)).to(x.dtype), mean, rstd
+        mean = wide.mean(-1)
+        wide = wide - mean.unsqueeze(-1)
+    rstd = torch.rsqrt(wide.square().mean(-1) + eps)
+    y = wide * rstd.unsqueeze(-1) * (weight.to(wide.dtype) + offset)
+    y = y if bias is None else y + bias.to(wide.dtype)
+    return y.to(x.dtype), None if mean is None else mean.flatten(), rstd.flatten()
 
 
 def wide_norm_backward(
@@ -119,8 +123,8 @@ def add_norm_ref(
         wide, residual = x.contiguous().to(torch.promote_types(x.dtype, torch.float32)), residual.contiguous()
         wide = wide if x_bias is None else wide + x_bias.to(wide.dtype)
         out = (residual.to(wide.dtype) + _drop(wide, mask, options)).to(x.dtype)
-    y, mean, rstd = norm_ref(out.reshape(-1, hidden), weight, bias, options.eps, options.offset)
-    return x.new_empty(0) if residual is None else out, y.reshape(x.shape), mean, rstd, mask
+    y, mean, rstd = norm_ref(out, weight, bias, options.eps, options.offset)
+    return x.new_empty(0) if residual is None else out, y, mean, rstd, mask
 
 
 def add_norm_backward_ref(

@@ -158,6 +158,7 @@ REFUSED = {
     "--num-experts 8 --moe-router-bias-update-rate 0.1": "moe_router_bias_update_rate=0.1: needs --moe-router-enable-",
     "--num-experts 8 --moe-shared-expert-gate": "moe_shared_expert_gate=True: needs --moe-shared-expert-intermediate-",
     "--num-experts 8 --moe-token-drop-policy position": "moe_token_drop_policy='position': needs --moe-expert-capacity",
+    "--num-experts 8 --moe-capacity-factor 1 --moe-token-drop-policy probs": "moe_token_drop_policy='probs': needs --",
     "--num-experts 8 --moe-top-k 0": "moe_router_topk=0: must be 1 to num_experts=8",
     "--num-experts 8 --expert-model-parallel-size 2": "expert_model_parallel_size=2: must divide the 1 data-parallel",
     "--tensor-model-parallel-size 3": "tensor_model_parallel_size=3: times pipeline_model_parallel_size=1",
@@ -289,6 +290,7 @@ def test_L2_each_bad_value_or_combination_is_one_line(parser: argparse.ArgumentP
         "--megablocks-layer megatron --optimizer muon --moe-routing-trace-path t",
         "--megablocks-layer experts --moe-routing-trace-path t",
         "--megablocks-layer megatron --delay-wgrad-compute --moe-token-dispatcher-type allgather",
+        "--moe-token-drop-policy probs",  # Megatron's default, in published scripts of dropless models
     ],
 )
 def test_flags_that_the_layer_reads_are_taken(parser: argparse.ArgumentParser, flags: str) -> None:

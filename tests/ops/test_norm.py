@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megablocks.ops.add_norm import AddNormOptions, norm_ref, wide_norm_backward
+from megablocks.ops.add_norm import AddNormOptions, add_norm, norm_ref, wide_norm_backward
 from megablocks.ops.norm import norm
 from megablocks.ops.norm_triton import add_norm_backward_launch, add_norm_launch
 from megablocks.testing.oracle import relative_error
@@ -99,6 +99,15 @@ def test_norms_take_no_rows_and_frozen_parameters() -> None:
     assert norm(x, weight, weight, eps=EPS).shape == x.shape
     with pytest.raises(ValueError, match=r"bias is \(7,\): must be \(8,\)"):
         norm(x, weight, weight[:7], eps=EPS)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_the_result_may_be_changed_in_place(biased: bool) -> None:
+    x, weight, bias, _ = draw(6, 8, torch.float32, biased)
+    leaf = x.view(2, 3, 8).requires_grad_()
+    for y_of in (lambda: norm(leaf, weight, bias, eps=EPS), lambda: add_norm(leaf, leaf, weight, bias, eps=EPS)[1]):
+        changed, expected = (torch.autograd.grad(y.sin().sum(), leaf) for y in (y_of().mul_(2), 2 * y_of()))
+        assert torch.equal(changed[0], expected[0])
 
 
 @pytest.mark.parametrize("eps", [-1e-5, float("nan")])

@@ -318,6 +318,20 @@ def test_use_checkpoint_args_takes_all_that_defines_the_model(driver: Driver, tm
     assert "saved as another model: layernorm_epsilon=1e-05 (saved: 0.01); give" in run.text()
 
 
+@pytest.mark.parametrize("step", [(), ("--ckpt-step", "2")])
+def test_use_checkpoint_args_takes_as_much_from_the_older_format(
+    driver: Driver, tmp_path: Path, step: tuple[str, ...]
+) -> None:
+    """It has no `.metadata`, which the driver looked for."""
+    model, load = ("--qk-layernorm", "--moe-capacity-factor", "1.5"), ("--ckpt-format", "torch", "--load", tmp_path)
+    saved = ("--exit-interval", "2", "--save", tmp_path, "--save-interval", "2", "--ckpt-format", "torch")
+    driver.run(*STEPS, *model, *saved, model=MODEL)
+    given = driver.run(*STEPS, *model, *load, *step, model=MODEL).losses()
+    own = ("--micro-batch-size", "2", "--global-batch-size", "4", "--lr", "1e-2", "--log-interval", "1")
+    own += ("--eval-iters", "0", "--moe-aux-loss-coeff", "0.05", "--use-checkpoint-args")
+    assert driver.run(*STEPS, *load, *step, model=own).losses() == given and sorted(given) == [3, 4]
+
+
 def test_a_checkpoint_that_must_be_there_and_is_not(driver: Driver, checkpoint: Path, tmp_path: Path) -> None:
     line = line_of(driver, *STEPS, "--load", checkpoint, "--ckpt-step", "9")
     assert f"{atomic.folder_of(checkpoint, 9)}: no such checkpoint; {checkpoint} holds those of iterations: 2" in line
