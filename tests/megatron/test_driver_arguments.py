@@ -123,6 +123,12 @@ def test_a_checkpoints_own_flags_may_bring_the_experts(parser: argparse.Argument
     assert args.megablocks_mlp_impl == "grouped" and args.num_experts is None
 
 
+def test_a_checkpoints_own_flags_may_bring_the_heads(parser: argparse.ArgumentParser) -> None:
+    flags = "--use-checkpoint-args --hidden-size 64 --micro-batch-size 2 --train-iters 4 --lr 1e-2"
+    args = parse(parser, *flags.split(), base=[])
+    assert args.hidden_size == 64 and args.num_attention_heads is None
+
+
 def test_all_that_a_resumed_run_compares_are_flags(parser: argparse.ArgumentParser) -> None:
     from megablocks.megatron.checkpoint_io import MODEL, SCHEDULE
 

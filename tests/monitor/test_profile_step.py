@@ -59,6 +59,8 @@ def test_table_figures_and_picture(tmp_path: Path) -> None:
     lines = {line.split(" | ")[0][2:]: line for line in text.splitlines() if line.startswith("| ")}
     assert lines["optimizer"] == "| optimizer | 0.1 | 15.0 | 1 | 0.0 | 23.0 | 0.01 |"
     assert lines["copies"] == "| copies | 0.1 | 5.0 | 1 | – | – | – |"
+    assert lines["step"] == "| step | 1.0 | 100.0 | 7 | | | 0.01 |"
+    assert "times its bound |\n|---|---|---|---|---|---|---|\n| " in text
     found = json.loads((tmp_path / "out/profile.json").read_text())
     assert sum(row["ms"] for row in found["parts"]) == pytest.approx(found["step_ms"]) == pytest.approx(1)
     assert found["longest_kernels"][0]["kernel"] == "nvjet_hsh"

@@ -39,7 +39,8 @@ class Trace:
         return self
 
     def save(self, path: Path) -> Path:
-        text = json.dumps({"traceEvents": [{"ph": "M", "name": "process_name"}, *self.events]}).encode()
+        others = [{"ph": "M", "name": "process_name"}, {"ph": "X", "name": "of no category", "ts": 0, "dur": 1}]
+        text = json.dumps({"traceEvents": [*others, *self.events]}).encode()
         path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
         return path
 
@@ -74,9 +75,9 @@ def test_a_kernel_has_the_part_of_its_range_of_its_forward_op_or_of_its_op(tmp_p
 
 
 def test_several_steps_last_from_first_kernel_to_first_kernel(tmp_path: Path) -> None:
-    trace = Trace()
+    trace = Trace().kernel("before the first step", 1, 2, 3)
     for i in range(3):  # the device runs 500 µs behind the host
-        trace.range(f"ProfilerStep#{i}", 100 * i, 100 * i + 100)
+        trace.range(f"ProfilerStep#{i}", 100 * i + 5, 100 * i + 105)
         trace.kernel("a", 100 * i + 10, 500 + 300 * i, 600 + 300 * i).kernel(
             "b", 100 * i + 20, 650 + 300 * i, 700 + 300 * i
         )

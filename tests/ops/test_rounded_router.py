@@ -169,6 +169,12 @@ def test_R8_strides_of_the_rounded_router():
     assert torch.equal(*results)
 
 
+@pytest.mark.parametrize("losses", [{}, {"balance_weight": 0.1}, {"z_weight": 0.1}])
+def test_the_rounded_routers_losses_have_gradients_only_with_a_weight(losses):
+    out = route_rounded(_case(6, 4)[0].requires_grad_(), RouterOptions(2, **losses), "nearest", 4)
+    assert all(t.requires_grad == bool(losses) for t in (out.balance, out.z, out.sums))
+
+
 def test_rules_are_the_configs():
     assert ROUNDINGS == TOKEN_ROUNDINGS
 

@@ -146,8 +146,8 @@ def test_experts_with_a_forward_of_their_own_are_called_as_in_0_10(mlp_type, kin
 
 
 @pytest.mark.parametrize("with_stk", [False, True])
-@pytest.mark.parametrize("mlp_type, kind", [("mlp", SparseMLP), ("glu", SparseGLU)])
-def test_sparse_experts_with_a_forward_of_their_own_are_called_as_in_0_10(mlp_type, kind, with_stk, monkeypatch):
+@pytest.mark.parametrize("mlp_type, kind, block", [("mlp", SparseMLP, 128), ("glu", SparseGLU, 64)])
+def test_sparse_experts_with_a_forward_of_their_own_are_called_as_in_0_10(mlp_type, kind, block, with_stk, monkeypatch):
     """With padded rows and the pattern of their blocks, stanford-stk's where it is installed."""
 
     class Own(kind):
@@ -160,14 +160,14 @@ def test_sparse_experts_with_a_forward_of_their_own_are_called_as_in_0_10(mlp_ty
         stk.Matrix, stk.__spec__ = FakeStk, importlib.machinery.ModuleSpec("stk", None)
         monkeypatch.setitem(sys.modules, "stk", stk)
     seen, (x, scores, weights, ids) = [], _inputs()
-    args = args_of(bias=False, mlp_type=mlp_type, mlp_impl="sparse")
+    args = args_of(bias=False, mlp_type=mlp_type, mlp_impl="sparse", ffn_hidden_size=block)
     theirs, plain = ParallelDroplessMLP(args), ParallelDroplessMLP(args)
     theirs.mlp = Own(args)
     theirs.load_state_dict(plain.state_dict())
     x.requires_grad_(), weights.requires_grad_()
     found = torch.autograd.grad(theirs(x, scores, weights, ids).sum(), [x, weights, *theirs.parameters()])
     wanted = torch.autograd.grad(plain(x, scores, weights, ids).sum(), [x, weights, *plain.parameters()])
-    assert seen == [((E * 128, H), FakeStk if with_stk else Matrix)]
+    assert seen == [((E * block, H), FakeStk if with_stk else Matrix)]
     assert all(relative_error(a, b) < 1e-5 for a, b in zip(found, wanted, strict=True))
 
 
