@@ -79,6 +79,10 @@ BAD = [
     ({"expert_score_bias_rate": -1}, "expert_score_bias_rate=-1: must be a finite number >= 0"),
     ({"top_k_scaling": 0}, "top_k_scaling=0: must be a finite number > 0"),
     ({"normalize_top_k": 0}, "normalize_top_k=0: must be a finite number > 0"),
+    (
+        {"dispatcher": "symmetric"},
+        "max_tokens=None: must be given with dispatcher='symmetric', which sizes its buffers by it",
+    ),
     ({"jitter_eps": 1.0}, "jitter_eps=1.0: must be below 1, or the router's input may change sign"),
     ({"jitter_eps": -0.1}, "jitter_eps=-0.1: must be a finite number >= 0"),
     ({"capacity_factor": -1.0}, "capacity_factor=-1.0: must be >= 0, or use capacity_rule='tutel'"),

@@ -75,10 +75,12 @@ def test_defaults_fit_the_machine_and_what_is_given_stays(parser: argparse.Argum
     assert not (args.gradient_accumulation_fusion or args.masked_softmax_fusion or args.apply_rope_fusion)
     assert args.no_persist_layer_norm and args.exit_signal_handler and not args.add_bias_linear
     assert args.max_position_embeddings == 32 and not args.create_attention_mask_in_dataloader
+    assert args.moe_router_pre_softmax, "after top-1 a softmax would make every weight 1"
     assert args.megablocks_automatic["distributed_backend"] == "gloo (no GPU)"
     args = parse(parser, "--num-workers", "2", "--rerun-mode", "validate_results", "--reset-attention-mask", base=MOE)
     assert args.num_workers == 2 and args.check_for_nan_in_loss_and_grad and args.create_attention_mask_in_dataloader
-    assert "rerun_mode" not in args.megablocks_automatic
+    assert "rerun_mode" not in args.megablocks_automatic and not args.moe_router_pre_softmax
+    assert parse(parser, "--moe-num-experts", "8").moe_router_pre_softmax, "as in the old fork"
 
 
 def test_L1_the_readmes_command_has_all_that_megatron_needs(parser: argparse.ArgumentParser, tiny_data: Path) -> None:

@@ -12,6 +12,7 @@ from packaging.version import Version
 from megablocks.config import ConfigError, MoEConfig
 from megablocks.kinds import IMPLS
 from megablocks.moe import MoE, dMoE
+from megablocks.moe.shared_expert import SharedExpert
 from megablocks.ops.grouped.rows_linear import rows_linear, rows_linear_launch
 from megablocks.ops.permute.permute_triton import combine_launch
 from megablocks.ops.routing.dispatch import build_dispatch, make_routing
@@ -112,6 +113,13 @@ def test_what_depends_on_the_batch_is_refused(changes, message):
 def test_a_capacity_layer_refuses_it():
     with pytest.raises(ConfigError, match="capacity_factor=None: must be a number for MoE"):
         MoE(MoEConfig(hidden_size=8, ffn_hidden_size=8, num_experts=2, batch_invariant=True))
+
+
+def test_a_shared_expert_of_other_linear_layers_is_refused():
+    values = dict(hidden_size=64, ffn_hidden_size=64, num_experts=4, batch_invariant=True)
+    config = MoEConfig(**values, shared_expert_hidden_size=64)
+    with pytest.raises(ConfigError, match="^batch_invariant=True: needs torch's Linear in the shared expert, not <"):
+        SharedExpert(config, linear=torch.nn.LazyLinear)
 
 
 def test_every_implementation_says_whether_it_can():

@@ -449,6 +449,7 @@ def test_a_layer_from_meta_counts_and_is_marked_after_a_state_is_assigned():
     config = config_of(expert_score_bias=True, expert_score_bias_rate=0.5)
     saved = dMoE(config)
     late = dMoE(config, device="meta")
+    assert all(p.expert_model_parallel is False for p in saved.experts.parameters()), "one rank has all experts"
     for layer in (saved, late):
         layer.experts.mark(True)
     late.load_state_dict(copy.deepcopy(saved.state_dict()), assign=True)

@@ -155,6 +155,8 @@ def test_one_of_both_results_and_frozen_parameters_are_enough() -> None:
         ({"p": 1.0}, r"p=1\.0: must be >= 0 and < 1"),
         ({"p": float("nan")}, r"p=nan: must be >= 0 and < 1"),
         ({"eps": -1.0}, r"eps=-1\.0: must be >= 0"),
+        ({"weight": torch.ones(7)}, r"weight is \(7,\): must be \(8,\) for x \(2, 8\)"),
+        ({"bias": torch.ones(7)}, r"bias is \(7,\): must be \(8,\) for x \(2, 8\)"),
         ({"x_bias": torch.ones(7)}, r"x_bias is \(7,\): must be \(8,\) for x \(2, 8\)"),
         ({"residual": torch.ones(2, 8).half()}, r"residual is \(2, 8\) torch\.float16: must be \(2, 8\) torch\.float"),
         ({"residual": torch.ones(8)}, r"residual is \(8,\) torch\.float32: must be \(2, 8\) torch\.float32"),

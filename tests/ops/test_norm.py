@@ -99,6 +99,8 @@ def test_norms_take_no_rows_and_frozen_parameters() -> None:
     assert norm(x, weight, weight, eps=EPS).shape == x.shape
     with pytest.raises(ValueError, match=r"bias is \(7,\): must be \(8,\)"):
         norm(x, weight, weight[:7], eps=EPS)
+    with pytest.raises(ValueError, match=r"weight is \(7,\): must be \(8,\)"):
+        norm(x, weight[:7], weight, eps=EPS)
 
 
 @pytest.mark.parametrize("biased", [False, True])
