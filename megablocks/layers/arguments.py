@@ -55,10 +55,10 @@ def activation_of(function: object) -> Activation:
     while isinstance(inner, partial):
         keywords = {**inner.keywords, **keywords}
         inner = inner.func
-    if isinstance(inner, torch.nn.GELU):
+    forward: Any = getattr(type(inner), "forward", None)  # a subclass may have its own
+    if forward is torch.nn.GELU.forward:
         keywords, inner = {"approximate": inner.approximate}, F.gelu
-    for module, of_module in ((torch.nn.SiLU, F.silu), (torch.nn.ReLU, F.relu)):
-        inner = of_module if isinstance(inner, module) else inner
+    inner = {torch.nn.SiLU.forward: F.silu, torch.nn.ReLU.forward: F.relu}.get(forward, inner)
     if isinstance(inner, str) and inner in ("gelu", "silu", "relu", "relu2"):
         return Activation(inner)
     try:

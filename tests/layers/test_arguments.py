@@ -81,6 +81,11 @@ class _TrainableSwish(torch.nn.Module):
         return z * torch.sigmoid(self.beta * z)
 
 
+class _QuickGELU(torch.nn.GELU):
+    def forward(self, z):
+        return z * torch.sigmoid(1.702 * z)
+
+
 class _StraightThrough(torch.autograd.Function):
     @staticmethod
     def forward(ctx, z):
@@ -94,7 +99,8 @@ class _StraightThrough(torch.autograd.Function):
 @pytest.mark.parametrize(
     "function",
     [F.mish, F.relu6, lambda z: z * torch.sigmoid(1.702 * z), lambda z: F.silu(z.clamp(max=100)), lambda z: z.sum(),
-     lambda z: 1.0, lambda z: z.no_method(), _TrainableSwish(), _StraightThrough.apply],
+     lambda z: 1.0, lambda z: z.no_method(), _TrainableSwish(), _QuickGELU(),
+     _StraightThrough.apply],
 )  # fmt: skip
 def test_activation_functions_with_other_values_or_slopes_are_refused(function):
     with pytest.raises(ConfigError, match="^activation_fn=.* must be one of gelu, silu, relu, relu2 by name"):
