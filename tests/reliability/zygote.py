@@ -73,6 +73,7 @@ def serve() -> None:
                 commands.close()
                 answers.close()
                 os._exit(run_rank(command["spawn"]))
+            codes.pop(pid, None)  # of an earlier rank: in a long test session the system uses a number again
             answer: dict = {"pid": pid}
         else:
             pid = command["poll"]
