@@ -89,7 +89,7 @@ class Model:
         None, "GiB of logits that it keeps for backward; unset: a tenth of the GPU's memory"
     )
     cuda_graph_impl: str = option(
-        "none", "full_iteration: a step is one CUDA graph, which no host limits", ("none", "full_iteration")
+        "none", "full_iteration: a step is one CUDA graph, so the host does not limit it", ("none", "full_iteration")
     )
     gpus: int = option(1, "GPUs of the run")
     gpu: str = option("NVIDIA H200", "name of the GPU, as in torch")
