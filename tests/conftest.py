@@ -30,6 +30,9 @@ OF_RANKS = {
 }
 """What the ranks of a folder's tests would each import: Megatron takes 3 s, and 8 s without byte code."""
 
+COMPILER = ("torch._functorch.aot_autograd", "torch._inductor.lowering")
+"""What a rank's first torch.compile would import, which takes 1.7 s. With a GPU the second starts CUDA."""
+
 
 def _has_gpu() -> bool:
     if os.environ.get("CUDA_VISIBLE_DEVICES") == "":  # the GPU is hidden to test the CPU path
@@ -138,7 +141,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     _mend_interpreter()
     launcher = sys.modules.get("megablocks.testing.launcher")
     if launcher is not None and not HAS_GPU:  # with a GPU an import may start CUDA, and then no fork works
-        launcher.preload(*OF_RANKS.get(_folder(item), ()))
+        launcher.preload(*COMPILER, *OF_RANKS.get(_folder(item), ()))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -30,8 +30,6 @@ _PRELOAD = [
     "megablocks.testing.oracle",
     "megablocks.testing.poison",
     "torch._dynamo",  # the first call of a custom op imports it, which takes 1.7 s
-    "torch._functorch.aot_autograd",  # these two by the first torch.compile, another 1.7 s
-    "torch._inductor.lowering",
 ]
 _more: tuple[str, ...] = ()
 
