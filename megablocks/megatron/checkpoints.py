@@ -40,7 +40,6 @@ class Checkpoints:
 
     Args:
         args: validated, after `choose_checkpoint`.
-        verifiable: what `choose_checkpoint` returned.
         data_fingerprint: of the run's data; None if this process does not know it, or with mock data.
         window: the losses of the run, which a checkpoint keeps.
         before_save: every rank calls it first. It raises if what would be saved is not to be kept.
@@ -49,12 +48,11 @@ class Checkpoints:
     def __init__(
         self,
         args: argparse.Namespace,
-        verifiable: bool,
         data_fingerprint: str | None,
         window: LossWindow,
         before_save: Callable[[], object],
     ) -> None:
-        self.args, self.verifiable, self.fingerprint = args, verifiable, data_fingerprint
+        self.args, self.fingerprint = args, data_fingerprint
         self.window, self.before_save = window, before_save
 
     def install(self) -> None:
@@ -72,7 +70,7 @@ class Checkpoints:
             saved = checkpoint_io.saved_args(folder)
             if not self.args.finetune:
                 self._compare(folder, saved)
-        elif self.verifiable:  # only weights, written by `convert`
+        elif (folder / atomic.RELEASE / atomic.MARKER).is_file():  # only weights, written by `convert`
             _together(functools.partial(self._open, folder / atomic.RELEASE))
         try:
             with self._saved_rates(saved, *args[1:3]):
@@ -126,8 +124,8 @@ class Checkpoints:
         scheduler.step(increment=0)  # Megatron sets the weight decay before it reads the saved one
 
     def _open(self, folder: Path) -> None:
-        """Verify a checkpoint, load its loss window and compare the fingerprint of its data."""
-        if self.verifiable and self.args.megablocks_verify_checkpoint:
+        """Verify a checkpoint that has a marker, load its loss window and compare the fingerprint of its data."""
+        if self.args.megablocks_verify_checkpoint:
             atomic.verify(folder, dist.get_rank(), dist.get_world_size())
         path = folder / STATE
         if not path.is_file():
@@ -231,14 +229,11 @@ class Checkpoints:
         return f"{folder}: could not be saved by rank {dist.get_rank()}: {reason[:300]}; {survives}"
 
 
-def choose_checkpoint(args: argparse.Namespace) -> bool:
+def choose_checkpoint(args: argparse.Namespace) -> None:
     """Make Megatron load the newest complete checkpoint of --load: set `ckpt_step`; without one, set `load` to None.
 
     Then --pretrained-checkpoint, if given, becomes --load with --finetune, as in Megatron. Call it before Megatron
     looks for a checkpoint. A second call changes nothing.
-
-    Returns:
-        whether the checkpoint has a manifest, so that its files can be verified.
 
     Raises:
         ConfigError: --save holds checkpoints that this run does not resume from.
@@ -249,15 +244,15 @@ def choose_checkpoint(args: argparse.Namespace) -> bool:
         what = f"holds a run's checkpoints up to iteration {found[-1]}"
         refuse("save", args.save, f"{what}; resume it with --load {args.save}, or choose an empty folder")
     if args.ckpt_format != "torch_dist":
-        return False
-    has_marker = bool(args.load) and _choose(args)
+        return
+    if args.load:
+        _choose(args)
     if not args.load and args.pretrained_checkpoint:
         args.load, args.finetune = args.pretrained_checkpoint, True
-        has_marker = _choose(args)
-    return has_marker
+        _choose(args)
 
 
-def _choose(args: argparse.Namespace) -> bool:
+def _choose(args: argparse.Namespace) -> None:
     """Do for a given --load what `choose_checkpoint` says."""
     first = int(os.environ.get("RANK", 0)) == 0
     if args.ckpt_step:
@@ -265,7 +260,8 @@ def _choose(args: argparse.Namespace) -> bool:
         if not folder.is_dir():
             there = ", ".join(map(str, atomic.iterations(args.load))) or "none"
             raise CheckpointError(f"{folder}: no such checkpoint; {args.load} holds those of iterations: {there}")
-        return atomic.read_marker(folder) is not None
+        atomic.read_marker(folder)  # refuses a damaged one
+        return
     latest = atomic.find_latest_complete(args.load)
     for warning in latest.warnings if first else ():
         print(f"WARNING: {warning}", flush=True)
@@ -286,7 +282,6 @@ def _choose(args: argparse.Namespace) -> bool:
         if first:
             print(f"{args.load}: no checkpoint to resume from, starting at iteration 0", flush=True)
         args.load = None
-    return latest.has_marker
 
 
 def choose_before_reading_args() -> None:
