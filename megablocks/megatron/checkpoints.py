@@ -11,6 +11,7 @@ import contextlib
 import functools
 import json
 import os
+import re
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,6 +32,18 @@ from megablocks.monitor.guards import LossWindow
 
 _RATES = {"max_lr": "lr", "min_lr": "min_lr"}
 """Learning rates of a group of parameters, and the flags that they come from unless they are decoupled."""
+_MISFITS = (
+    (
+        "OptimizerParamScheduler", checkpoint_io.SCHEDULE, "another learning-rate schedule",
+        "give --override-opt-param-scheduler for this run's, or --use-checkpoint-opt-param-scheduler for the saved one",
+    ),
+    ("not in state dict", ("megablocks_layer",), "other weights", "give the saved value"),
+    (
+        "parameter group|flattened_range", ("use_distributed_optimizer",), "another optimizer",
+        "give the saved value, or --no-load-optim to start the optimizer's state anew",
+    ),
+)  # fmt: skip
+"""Words of an error in which Megatron does not name the flags that differ, these flags, what they define, and a fix."""
 STATE = "megablocks.json"
 """File of a checkpoint that holds what Megatron does not save: the loss window and the data's fingerprint."""
 
@@ -79,24 +92,15 @@ class Checkpoints:
             cause = cause_of(error)
             if out_of_memory(cause, self.args) or isinstance(cause, CheckpointError):
                 raise cause from error
-            if "OptimizerParamScheduler" in str(cause) and saved is not None:
-                changed = checkpoint_io.differences(self.args, saved, checkpoint_io.SCHEDULE)
-                raise CheckpointError(
-                    f"{folder}: saved with another learning-rate schedule: {changed}; give "
-                    "--override-opt-param-scheduler for this run's, or --use-checkpoint-opt-param-scheduler for the "
-                    "saved one"
-                ) from error
-            layer = saved and checkpoint_io.differences(self.args, saved, ("megablocks_layer",))
-            if layer and "not in state dict" in str(cause):
-                raise CheckpointError(f"{folder}: saved with other weights: {layer}; give the saved value") from error
-            name, given = "use_distributed_optimizer", self.args.use_distributed_optimizer
-            of_optimizer = any(text in str(cause) for text in ("parameter group", "flattened_range"))
-            if of_optimizer and getattr(saved, name, given) != given:
-                raise CheckpointError(
-                    f"{folder}: saved with {name}={not given}, this run has {given}; give the saved value, or "
-                    "--no-load-optim to start the optimizer's state anew"
-                ) from error
-            raise CheckpointError(f"{folder}: cannot be loaded: {explain(cause, self.args)}") from error
+            raise CheckpointError(f"{folder}: {self._load_failure(saved, cause)}") from error
+
+    def _load_failure(self, saved: argparse.Namespace | None, cause: BaseException) -> str:
+        """Why a checkpoint could not be loaded: a row of `_MISFITS`, or what Megatron says."""
+        for said, names, what, fix in _MISFITS:
+            changed = "" if saved is None else checkpoint_io.differences(self.args, saved, names)
+            if changed and re.search(said, str(cause)):
+                return f"saved with {what}: {changed}; {fix}"
+        return f"cannot be loaded: {explain(cause, self.args)}"
 
     @contextlib.contextmanager
     def _saved_rates(self, saved: argparse.Namespace | None, optimizer: Any, scheduler: Any) -> Iterator[None]:

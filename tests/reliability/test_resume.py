@@ -140,7 +140,7 @@ def test_another_padding_of_the_vocabulary_is_said_with_the_flag_that_keeps_it(
 
 def test_another_kind_of_optimizer_names_its_flag(driver: Driver, checkpoint: Path) -> None:
     line = line_of(driver, *STEPS, "--load", checkpoint, "--use-distributed-optimizer")
-    assert "saved with use_distributed_optimizer=False, this run has True; give the saved value, or --no-load" in line
+    assert "another optimizer: use_distributed_optimizer=True (saved: False); give the saved value, or --no" in line
     line = line_of(driver, *STEPS, "--load", checkpoint, "--optimizer", "sgd")
     assert "saved with another optimizer: optimizer='sgd' (saved: 'adam'); give the saved values, or --no-load" in line
     allowed = ("--use-distributed-optimizer", "--no-load-optim")
