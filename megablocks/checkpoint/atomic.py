@@ -43,12 +43,11 @@ class SaveError(CheckpointError):
 class Latest:
     """What `find_latest_complete` chose.
 
-    iteration: of the checkpoint to load, None if there is none. has_marker: whether its files can be verified.
-    warnings: one line for each folder or pointer that was ignored.
+    iteration: of the checkpoint to load, None if there is none. warnings: one line for each folder or pointer that was
+    ignored, and for a checkpoint without a marker.
     """
 
     iteration: int | None
-    has_marker: bool = False
     warnings: list[str] = field(default_factory=list)
 
 
@@ -118,7 +117,7 @@ def check_sizes(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def verify(folder: Path, rank: int = 0, ranks: int = 1) -> None:
-    """Compare this rank's share of the files with the marker. Raises CheckpointError, which names the first bad one."""
+    """Compare this rank's share of the files with the marker, if there is one. Raises CheckpointError at a bad file."""
     files = read_marker(folder) or {}
     mine = sorted(files)[rank::ranks]
     check_sizes(folder, {name: files[name] for name in mine})
@@ -136,7 +135,7 @@ def find_latest_complete(root: Path | str) -> Latest:
     root = Path(root)
     pointer, text = _read_pointer(root)
     if text == RELEASE:
-        return Latest(None, has_marker=(root / RELEASE / MARKER).is_file())
+        return Latest(None)
     found = iterations(root)
     complete = [i for i in found if (folder_of(root, i) / MARKER).is_file()]
     if not complete and pointer in found:
@@ -145,7 +144,7 @@ def find_latest_complete(root: Path | str) -> Latest:
             if any(folder.glob("mp_rank_*/model_optim_rng.pt")):
                 raise CheckpointError(f"{folder}: has another format; give --ckpt-format torch")
             raise CheckpointError(f"{folder}: torn (no {MARKER}), and {root} holds no complete checkpoint")
-        return Latest(pointer, warnings=[f"{folder}: no {MARKER}, loaded without verification"])
+        return Latest(pointer, [f"{folder}: no {MARKER}, loaded without verification"])
     if not complete and pointer is not None:
         raise CheckpointError(f"{root / POINTER}: names iteration {pointer}, which {root} does not hold")
     chosen = pointer if pointer in complete else max(complete, default=-1)
@@ -154,13 +153,13 @@ def find_latest_complete(root: Path | str) -> Latest:
     if not complete:
         if text is not None:
             warnings.append(f"{root / POINTER}: {text!r} is not an iteration, and there is no complete checkpoint")
-        return Latest(None, warnings=warnings)
+        return Latest(None, warnings)
     if chosen != pointer:
         said = "missing" if text is None else repr(text)
         warnings.append(f"{root / POINTER}: {said}; using the newest complete checkpoint, iteration {chosen}")
     folder = folder_of(root, chosen)
     check_sizes(folder, read_marker(folder) or {})
-    return Latest(chosen, has_marker=True, warnings=warnings)
+    return Latest(chosen, warnings)
 
 
 def _read_pointer(root: Path) -> tuple[int | None, str | None]:

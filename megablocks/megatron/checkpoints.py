@@ -11,6 +11,7 @@ import contextlib
 import functools
 import json
 import os
+import re
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,6 +32,18 @@ from megablocks.monitor.guards import LossWindow
 
 _RATES = {"max_lr": "lr", "min_lr": "min_lr"}
 """Learning rates of a group of parameters, and the flags that they come from unless they are decoupled."""
+_MISFITS = (
+    (
+        "OptimizerParamScheduler", checkpoint_io.SCHEDULE, "another learning-rate schedule",
+        "give --override-opt-param-scheduler for this run's, or --use-checkpoint-opt-param-scheduler for the saved one",
+    ),
+    ("not in state dict", ("megablocks_layer",), "other weights", "give the saved value"),
+    (
+        "parameter group|flattened_range", ("use_distributed_optimizer",), "another optimizer",
+        "give the saved value, or --no-load-optim to start the optimizer's state anew",
+    ),
+)  # fmt: skip
+"""Words of an error in which Megatron does not name the flags that differ, these flags, what they define, and a fix."""
 STATE = "megablocks.json"
 """File of a checkpoint that holds what Megatron does not save: the loss window and the data's fingerprint."""
 
@@ -40,7 +53,6 @@ class Checkpoints:
 
     Args:
         args: validated, after `choose_checkpoint`.
-        verifiable: what `choose_checkpoint` returned.
         data_fingerprint: of the run's data; None if this process does not know it, or with mock data.
         window: the losses of the run, which a checkpoint keeps.
         before_save: every rank calls it first. It raises if what would be saved is not to be kept.
@@ -49,12 +61,11 @@ class Checkpoints:
     def __init__(
         self,
         args: argparse.Namespace,
-        verifiable: bool,
         data_fingerprint: str | None,
         window: LossWindow,
         before_save: Callable[[], object],
     ) -> None:
-        self.args, self.verifiable, self.fingerprint = args, verifiable, data_fingerprint
+        self.args, self.fingerprint = args, data_fingerprint
         self.window, self.before_save = window, before_save
 
     def install(self) -> None:
@@ -72,7 +83,7 @@ class Checkpoints:
             saved = checkpoint_io.saved_args(folder)
             if not self.args.finetune:
                 self._compare(folder, saved)
-        elif self.verifiable:  # only weights, written by `convert`
+        elif (folder / atomic.RELEASE / atomic.MARKER).is_file():  # only weights, written by `convert`
             _together(functools.partial(self._open, folder / atomic.RELEASE))
         try:
             with self._saved_rates(saved, *args[1:3]):
@@ -81,24 +92,15 @@ class Checkpoints:
             cause = cause_of(error)
             if out_of_memory(cause, self.args) or isinstance(cause, CheckpointError):
                 raise cause from error
-            if "OptimizerParamScheduler" in str(cause) and saved is not None:
-                changed = checkpoint_io.differences(self.args, saved, checkpoint_io.SCHEDULE)
-                raise CheckpointError(
-                    f"{folder}: saved with another learning-rate schedule: {changed}; give "
-                    "--override-opt-param-scheduler for this run's, or --use-checkpoint-opt-param-scheduler for the "
-                    "saved one"
-                ) from error
-            layer = saved and checkpoint_io.differences(self.args, saved, ("megablocks_layer",))
-            if layer and "not in state dict" in str(cause):
-                raise CheckpointError(f"{folder}: saved with other weights: {layer}; give the saved value") from error
-            name, given = "use_distributed_optimizer", self.args.use_distributed_optimizer
-            of_optimizer = any(text in str(cause) for text in ("parameter group", "flattened_range"))
-            if of_optimizer and getattr(saved, name, given) != given:
-                raise CheckpointError(
-                    f"{folder}: saved with {name}={not given}, this run has {given}; give the saved value, or "
-                    "--no-load-optim to start the optimizer's state anew"
-                ) from error
-            raise CheckpointError(f"{folder}: cannot be loaded: {explain(cause, self.args)}") from error
+            raise CheckpointError(f"{folder}: {self._load_failure(saved, cause)}") from error
+
+    def _load_failure(self, saved: argparse.Namespace | None, cause: BaseException) -> str:
+        """Why a checkpoint could not be loaded: a row of `_MISFITS`, or what Megatron says."""
+        for said, names, what, fix in _MISFITS:
+            changed = "" if saved is None else checkpoint_io.differences(self.args, saved, names)
+            if changed and re.search(said, str(cause)):
+                return f"saved with {what}: {changed}; {fix}"
+        return f"cannot be loaded: {explain(cause, self.args)}"
 
     @contextlib.contextmanager
     def _saved_rates(self, saved: argparse.Namespace | None, optimizer: Any, scheduler: Any) -> Iterator[None]:
@@ -126,8 +128,8 @@ class Checkpoints:
         scheduler.step(increment=0)  # Megatron sets the weight decay before it reads the saved one
 
     def _open(self, folder: Path) -> None:
-        """Verify a checkpoint, load its loss window and compare the fingerprint of its data."""
-        if self.verifiable and self.args.megablocks_verify_checkpoint:
+        """Verify a checkpoint that has a marker, load its loss window and compare the fingerprint of its data."""
+        if self.args.megablocks_verify_checkpoint:
             atomic.verify(folder, dist.get_rank(), dist.get_world_size())
         path = folder / STATE
         if not path.is_file():
@@ -231,14 +233,11 @@ class Checkpoints:
         return f"{folder}: could not be saved by rank {dist.get_rank()}: {reason[:300]}; {survives}"
 
 
-def choose_checkpoint(args: argparse.Namespace) -> bool:
+def choose_checkpoint(args: argparse.Namespace) -> None:
     """Make Megatron load the newest complete checkpoint of --load: set `ckpt_step`; without one, set `load` to None.
 
     Then --pretrained-checkpoint, if given, becomes --load with --finetune, as in Megatron. Call it before Megatron
     looks for a checkpoint. A second call changes nothing.
-
-    Returns:
-        whether the checkpoint has a manifest, so that its files can be verified.
 
     Raises:
         ConfigError: --save holds checkpoints that this run does not resume from.
@@ -249,15 +248,15 @@ def choose_checkpoint(args: argparse.Namespace) -> bool:
         what = f"holds a run's checkpoints up to iteration {found[-1]}"
         refuse("save", args.save, f"{what}; resume it with --load {args.save}, or choose an empty folder")
     if args.ckpt_format != "torch_dist":
-        return False
-    has_marker = bool(args.load) and _choose(args)
+        return
+    if args.load:
+        _choose(args)
     if not args.load and args.pretrained_checkpoint:
         args.load, args.finetune = args.pretrained_checkpoint, True
-        has_marker = _choose(args)
-    return has_marker
+        _choose(args)
 
 
-def _choose(args: argparse.Namespace) -> bool:
+def _choose(args: argparse.Namespace) -> None:
     """Do for a given --load what `choose_checkpoint` says."""
     first = int(os.environ.get("RANK", 0)) == 0
     if args.ckpt_step:
@@ -265,7 +264,8 @@ def _choose(args: argparse.Namespace) -> bool:
         if not folder.is_dir():
             there = ", ".join(map(str, atomic.iterations(args.load))) or "none"
             raise CheckpointError(f"{folder}: no such checkpoint; {args.load} holds those of iterations: {there}")
-        return atomic.read_marker(folder) is not None
+        atomic.read_marker(folder)  # refuses a damaged one
+        return
     latest = atomic.find_latest_complete(args.load)
     for warning in latest.warnings if first else ():
         print(f"WARNING: {warning}", flush=True)
@@ -286,7 +286,6 @@ def _choose(args: argparse.Namespace) -> bool:
         if first:
             print(f"{args.load}: no checkpoint to resume from, starting at iteration 0", flush=True)
         args.load = None
-    return latest.has_marker
 
 
 def choose_before_reading_args() -> None:

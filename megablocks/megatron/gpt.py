@@ -162,9 +162,7 @@ def forward_step(
 def embedding_ranks(pipeline_ranks: list[int]) -> list[int]:
     """Ranks of a pipeline group that hold the word embedding: the first, the last if tied, those that predict ahead."""
     args = get_args()
-    ranks = {pipeline_ranks[0]}
-    if len(pipeline_ranks) > 1:
-        if not args.untie_embeddings_and_output_weights:
-            ranks.add(pipeline_ranks[-1])
-        ranks.update(get_mtp_ranks(pipeline_ranks, core_transformer_config_from_args(args)))
+    ranks = {pipeline_ranks[0], *get_mtp_ranks(pipeline_ranks, core_transformer_config_from_args(args))}
+    if not args.untie_embeddings_and_output_weights:
+        ranks.add(pipeline_ranks[-1])
     return sorted(ranks)

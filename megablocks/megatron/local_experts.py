@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
@@ -64,8 +65,7 @@ class MegaBlocksExperts(MegatronModule):
         Returns:
             ((R, H) weighted by probs, None); a partial sum if the experts' width is split over ranks.
         """
-        offsets = torch.zeros(tokens_per_expert.shape[0] + 1, dtype=torch.int32, device=tokens_per_expert.device)
-        offsets[1:] = tokens_per_expert.cumsum(0)
+        offsets = F.pad(tokens_per_expert.cumsum(0), (1, 0)).int()
         out = self.core.forward_sorted(rows, offsets.to(rows.device, non_blocking=True))
         return (out * probs.unsqueeze(-1)).to(rows.dtype), None
 

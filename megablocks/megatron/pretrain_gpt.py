@@ -155,13 +155,13 @@ def prepare() -> tuple[Namespace, Any, Guards, Checkpoints]:
         )
         config = pretrain_cfg_container_from_args(args, gpt.model_config(args))
         fingerprint = data.open_data(args)
-        verifiable = checkpoints.choose_checkpoint(args)
+        checkpoints.choose_checkpoint(args)
     except (Exception, SystemExit) as error:
         if isinstance(error, CheckpointError) or (isinstance(error, SystemExit) and not parsed):  # the latter: --help
             raise
         raise ArgumentError(failures.explain(error, parsed[0] if parsed else None)) from error
     guards = Guards(args)
-    return args, config, guards, checkpoints.Checkpoints(args, verifiable, fingerprint, guards.window, guards.read)
+    return args, config, guards, checkpoints.Checkpoints(args, fingerprint, guards.window, guards.read)
 
 
 def train(args: Namespace, config: Any, guards: Guards, checkpoints: Checkpoints) -> int:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megablocks.config import CAPACITY_RULES, QUANTIZE_NUM_BITS, TOKEN_ROUNDINGS, ConfigError, refuse
-from megablocks.kinds import DISPATCHER_CHOICES, IMPLS, MLP_IMPLS, ROUTERS
+from megablocks.kinds import DISPATCHER_CHOICES, IMPLS, MLP_IMPLS, QUANTIZED, ROUTERS
 
 _FUSED = ("fused", "megatron")
 PREFIX = "megablocks_"
@@ -25,8 +25,7 @@ PREFIX = "megablocks_"
 _DISPATCH = ("dispatcher", "max_tokens", "dispatch_rows_factor")
 _ROUTING = ("router_type", "token_rounding", "token_rounding_tile", "normalize_top_k", "uniform_assignment")
 _CAPACITY = ("capacity_factor", "capacity_rule", "pad_to_capacity")
-_EXPERTS = ("mlp_impl", "recompute_activation", "quantize_inputs_num_bits", "quantize_rematerialize_num_bits",
-            "quantize_scatter_num_bits", "gradient_accumulation_fusion")  # fmt: skip
+_EXPERTS = ("mlp_impl", "recompute_activation", *QUANTIZED, "gradient_accumulation_fusion")
 EXPERTS_ONLY = ("layer", *_DISPATCH, *_ROUTING, *_CAPACITY, *_EXPERTS)
 """The settings that a dense model does not read."""
 # The settings that each other layer does not read. With "experts", Megatron applies the weights to the output itself.

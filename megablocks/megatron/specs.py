@@ -120,7 +120,9 @@ def _our_layer(layer: Any, config: Any, settings: MegaBlocksSettings) -> Any:
         heads.k_layernorm = functools.partial(AllHeadsNorm, of_keys=True)
     if heads.core_attention is DotProductAttention and settings.attention == "sdpa" and attention.supports(config):
         heads.core_attention = SDPAttention
-    _fuse_bias(heads, settings)
+    if settings.qkv_bias == "fused" and torch.cuda.is_available():
+        if getattr(heads, "linear_qkv", None) is ColumnParallelLinear:
+            heads.linear_qkv = BiasInProduct
     if isinstance(parts.mlp, functools.partial) and parts.mlp.func is MoELayer:
         parts.mlp = _moe_layer(parts.mlp, settings)
     if config.transformer_impl == "transformer_engine" and HAVE_TE:
@@ -153,13 +155,6 @@ _LATENT_NAMES = {
     "self_attention.linear_kv_up_proj.layer_norm_": "self_attention.kv_layernorm.",
 }
 """Norms inside Transformer Engine's linear layers, and the modules that latent attention has for them without it."""
-
-
-def _fuse_bias(heads: Any, settings: MegaBlocksSettings) -> None:
-    """Add the bias of q, k and v inside their product, on a GPU without Transformer Engine."""
-    if settings.qkv_bias == "fused" and torch.cuda.is_available():
-        if getattr(heads, "linear_qkv", None) is ColumnParallelLinear:
-            heads.linear_qkv = BiasInProduct
 
 
 def _moe_layer(megatron_layer: functools.partial, settings: MegaBlocksSettings) -> Any:

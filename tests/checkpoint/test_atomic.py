@@ -28,7 +28,7 @@ def test_K3_the_newest_complete_checkpoint_is_chosen_over_a_torn_one(tmp_path: P
     make(tmp_path, 6, complete=False)
     atomic.write_pointer(tmp_path, 4)
     latest = atomic.find_latest_complete(tmp_path)
-    assert latest.iteration == 4 and latest.has_marker
+    assert latest.iteration == 4
     assert latest.warnings == [f"{tmp_path}/iter_0000006: torn (no complete.json), ignored"]
     atomic.write_pointer(tmp_path, 6)  # Megatron writes its pointer before our marker
     assert atomic.find_latest_complete(tmp_path).iteration == 4
@@ -49,7 +49,7 @@ def test_K4_a_missing_pointer_falls_back_and_a_valid_older_one_is_obeyed(tmp_pat
         make(tmp_path, iteration)
     assert atomic.find_latest_complete(tmp_path).iteration == 4
     atomic.write_pointer(tmp_path, 2)
-    assert atomic.find_latest_complete(tmp_path) == Latest(2, has_marker=True)
+    assert atomic.find_latest_complete(tmp_path) == Latest(2)
 
 
 def test_K4_nothing_complete_starts_anew_or_refuses(tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ def test_K4_nothing_complete_starts_anew_or_refuses(tmp_path: Path) -> None:
     assert atomic.find_latest_complete(tmp_path).iteration is None  # the first save was torn
     atomic.write_pointer(tmp_path, 2)
     latest = atomic.find_latest_complete(tmp_path)  # another program's: it has no markers
-    assert latest.iteration == 2 and not latest.has_marker and "without verification" in latest.warnings[0]
+    assert latest.iteration == 2 and "without verification" in latest.warnings[0]
     (torn / ".metadata").unlink()
     with pytest.raises(CheckpointError, match="torn"):
         atomic.find_latest_complete(tmp_path)

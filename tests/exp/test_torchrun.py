@@ -276,6 +276,6 @@ def test_ctrl_c_saves_and_the_same_command_resumes(start, tmp_path: Path) -> Non
         os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
         assert process.wait(PATIENCE_S) == 0, (tmp_path / "log").read_text()[-3000:]
         latest = atomic.find_latest_complete(tmp_path / "run/checkpoints")
-        assert latest.iteration and latest.has_marker and not latest.warnings
+        assert latest.iteration and not latest.warnings
         saved.append(latest.iteration)
     assert saved[0] < saved[1] and "Traceback" not in (tmp_path / "log").read_text()

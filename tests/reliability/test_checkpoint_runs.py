@@ -183,7 +183,8 @@ def test_K3_kill_in_mid_save_leaves_a_torn_checkpoint_that_is_ignored(history: H
     assert history.killed_codes[1] == -signal.SIGKILL and history.killed_codes[0] not in (0, None)
     shards = [name for name in history.torn if name.endswith(".distcp")]
     assert shards and not {atomic.MARKER, ".metadata"} & set(history.torn), history.torn
-    assert history.after_kill.iteration == history.stopped_at and history.after_kill.has_marker
+    assert history.after_kill.iteration == history.stopped_at
+    assert "without verification" not in "".join(history.after_kill.warnings)
     assert re.search(rf"iter_0*{history.killed_at}: torn \(no {atomic.MARKER}\), ignored", history.last.text())
     assert min(history.last.losses()) == history.stopped_at + 1
 
@@ -351,7 +352,7 @@ def test_K7_sigterm_to_torchrun_saves(tiny_data: Path, tmp_path: Path) -> None:
         finally:
             process.kill()
     saved = atomic.find_latest_complete(tmp_path / "run")
-    assert saved.iteration and saved.has_marker and not saved.warnings
+    assert saved.iteration and not saved.warnings
     atomic.verify(atomic.folder_of(tmp_path / "run", saved.iteration))
 
 
