@@ -361,6 +361,15 @@ def test_forward_leaves_losses_out_and_says_so():
     assert layer.forward_with_aux(x)[1].losses == {}
 
 
+@pytest.mark.parametrize("impl", ["grouped", "fused", "scatter", "batched"])
+def test_weights_on_meta_refuse_rows_with_values(impl):
+    """Without an error the output would be unset memory."""
+    config = config_of()
+    layer, (x, _) = build(impl, config).to("meta"), batch(config, 5)
+    with pytest.raises(ValueError, match='^x: is on cpu, the experts are on "meta": call to_empty and'):
+        layer.forward_with_aux(x)
+
+
 def test_expert_choice_trains_the_router():
     config = config_of(router_type="expert_choice", top_k=1)
     layer, (x, dy) = build("grouped", config), batch(config, 8)
