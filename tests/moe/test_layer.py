@@ -357,6 +357,9 @@ def test_forward_leaves_losses_out_and_says_so():
     with pytest.warns(UserWarning, match="forward_with_aux"):
         y = layer(x)
     assert torch.equal(y, layer.forward_with_aux(x)[0])
+    torch._dynamo.reset()
+    with pytest.warns(UserWarning, match="forward_with_aux"):
+        assert torch.equal(torch.compile(layer, fullgraph=True, backend="aot_eager")(x), y)
     layer.eval()
     assert layer.forward_with_aux(x)[1].losses == {}
 
