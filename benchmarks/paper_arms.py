@@ -165,13 +165,17 @@ OWN = {
     "--save": "SAVE_EVERY",
     "--save-interval": "SAVE_EVERY",
     "--data-prefix": "DATA_PREFIX",
+    "--load": "OUT",
+    "--megablocks-run-dir": "OUT",
     **{f"--{name}": "BUDGET" for name in _SCHEDULE.split()},
 }
 """The driver's flags that a comparison sets for each run, and the variable that decides them. FLAGS, which come last,
 would override them in every run."""
 
 
-def amount(name: str, text: str) -> tuple[float, bool]:
+def amount(
+    name: str, text: str, allowed: str = "tokens or minutes, such as 100M, 10B or 10min"
+) -> tuple[float, bool]:
     """(tokens, False) or (seconds, True) of "100M", "10B", "300k", "5000" or "10min". Raises ConfigError."""
     unit = next((unit for unit in sorted(_UNITS, key=len, reverse=True) if text.endswith(unit)), "")
     try:
@@ -179,7 +183,7 @@ def amount(name: str, text: str) -> tuple[float, bool]:
     except ValueError:
         value = 0.0
     if not 0 < value < 1e15:
-        raise ConfigError(f"{name}={text}: must be tokens or minutes, such as 100M, 10B or 10min")
+        raise ConfigError(f"{name}={text}: must be {allowed}")
     return value, unit == "min"
 
 
@@ -208,6 +212,8 @@ def _by_arm(name: str, text: str, low: int) -> dict[str, int]:
         arm, _, number = word.rpartition(":")
         if arm not in ("", *ARMS):
             raise ConfigError(f"{name}={text}: {arm!r} must be one of {', '.join(ARMS)}")
+        if arm in numbers:
+            raise ConfigError(f"{name}={text}: holds two numbers for {arm or 'all arms'}; give one")
         numbers[arm] = whole(name, number, low)
     return numbers
 
@@ -248,8 +254,9 @@ class Settings:
         numbers = _by_arm("SEEDS", seeds, 1)
         if "" not in numbers or numbers.get(BASE, numbers[""]) < max(numbers.values()):
             raise ConfigError(f"SEEDS={seeds}: must be for all arms, such as 3,tutel-1:1, {BASE}'s the largest")
-        if save_every != "0" and amount("SAVE_EVERY", save_every)[1]:
-            raise ConfigError(f"SAVE_EVERY={save_every}: must be tokens, such as 500M, or 0 for never")
+        allowed = "tokens, such as 500M, or 0 for never"
+        if save_every != "0" and amount("SAVE_EVERY", save_every, allowed)[1]:
+            raise ConfigError(f"SAVE_EVERY={save_every}: must be {allowed}")
         if rates not in ("published", "tuned"):
             try:
                 good = 0 < float(rates) < 1
@@ -303,6 +310,12 @@ class Settings:
             if name not in same and (now := self.to_dict()[name]) != was:
                 name = {"data": "DATA_PREFIX's data", "commit": "the code's commit"}.get(name, name.upper())
                 raise ConfigError(f"{name}={now}: {folder} was started with {was}; use that, or another folder")
+
+    def check_micro_batches(self, batch: int) -> None:
+        """Raises ConfigError if a size that was given does not divide `batch`, the sequences of a step."""
+        for arm in self.arms:
+            if (size := self.micro_batch_of(arm)) and batch % size:
+                raise ConfigError(f"MICRO_BATCH={self.micro_batch}: {size} of {arm} must divide {batch} (BATCH)")
 
     def micro_batch_of(self, arm: str) -> int | None:
         """The size that was given for an arm, None if it is to be searched."""

@@ -126,7 +126,10 @@ class Comparison:
             self.settings.refuse_change(Settings.read(path), self.out)
         if self.out.exists() and not self.out.is_dir():
             raise ConfigError(f"OUT={self.out}: is a file; choose another folder")
-        self.out.mkdir(parents=True, exist_ok=True)
+        try:
+            self.out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"OUT={self.out}: cannot be made ({error.strerror}); choose another folder") from None
         # A run inherits the lock, so the folder stays locked while a run outlives a comparison that was killed.
         self._lock = os.open(self.out / "lock", os.O_RDWR | os.O_CREAT)
         try:
@@ -512,6 +515,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     out, model = Path(words[0]).resolve(), words[1] if len(words) > 1 else "xs"
     began, unfinished = time.time(), os.environ.get("UNFINISHED") or "resume"
     try:
+        if not words[0]:
+            raise ConfigError("OUT='': must be a path; . is the current folder")
         if unfinished not in ("resume", "record"):
             raise ConfigError(f"UNFINISHED={unfinished}: must be resume or record")
         if unfinished == "record":
@@ -521,6 +526,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         settings = Settings.from_environment(model, os.environ, data=fingerprint, commit=commit())
         places = Places(whole("AT_ONCE", os.environ.get("AT_ONCE") or "1"), settings.ngpu, os.environ)
         comparison = Comparison(out, settings, data, valid_tokens, places)
+        value, is_time = amount("BUDGET", settings.budget)
+        schedule = Schedule.of(settings, 1 if is_time else value, valid_tokens)
+        settings.check_micro_batches(schedule.batch)
         if is_dry_run():
             comparison.dry_run()
             return 0
@@ -529,17 +537,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             signal.signal(number, places.stop)
         for arm, why in comparison.not_run.items():
             _say(f"{arm}: not run: {why}")
-        value, is_time = amount("BUDGET", settings.budget)
-        comparison.find_micro_batches(Schedule.of(settings, 1 if is_time else value, valid_tokens), is_time)
+        comparison.find_micro_batches(schedule, is_time)
         comparison.train(comparison.tokens(time.time() - began))
         record = paper_results.record_of(out, settings, comparison.not_run, comparison.failed)
         return _report(record, out)
     except Stopped:
         print(f"paper: stopped; the same command with OUT={out} goes on", file=sys.stderr)
         return 130
-    except (ConfigError, OSError) as error:
+    except ConfigError as error:
         print(f"paper: {error}", file=sys.stderr)
-        return 2
+    except OSError as error:
+        why = f"{error.filename or out}: {error.strerror}"
+        print(f"paper: {why}; correct it or make room, and give the same command again", file=sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from paper_results import EQUAL_LOSS, Span, Summary, capacity_front, dense_time,
 
 from megablocks.config import ConfigError
 from megablocks.files import write_durably
-from megablocks.tool.commands import print_in_any_locale
+from megablocks.tool.commands import named_path, print_in_any_locale
 
 DAY_S = 86400
 
@@ -481,8 +481,8 @@ def report(records: Sequence[tuple[dict[str, Any], str]]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     print_in_any_locale()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("records", nargs="+", type=Path, metavar="OUT")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("records", nargs="+", type=named_path, metavar="OUT")
+    parser.add_argument("--out", type=named_path, help="file to write (default: RESULTS.md in the first OUT)")
     options = parser.parse_args(argv)
     try:
         folders = [path if path.is_dir() else path.parent for path in options.records]
@@ -491,11 +491,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         records = [
             (read_record(path), "" if at == "." else f"{at}/") for path, at in zip(options.records, there, strict=True)
         ]
-        text = report(records)
+        write_durably(out, report(records))
     except (ConfigError, OSError) as error:
         print(f"report: {error}", file=sys.stderr)
         return 2
-    write_durably(out, text)
     print(f"report: wrote {out}")
     return 0
 

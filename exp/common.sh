@@ -137,7 +137,11 @@ _open_run_dir() { # COMMAND: makes and locks EXP_DIR, sets RESUME. The folder mu
         # A job that restarts automatically may have been interrupted before its first save.
         [ -z "$content" ] || [ "$MAX_RESTARTS" -gt 0 ] || compgen -G "$EXP_DIR/checkpoints/iter_*" >/dev/null ||
             die "EXP_DIR=$EXP_DIR is not empty and holds no checkpoint to resume from: $choose or remove it"
-        [ -n "$content" ] || echo "$1" >"$EXP_DIR/command.txt" # only once: a kill during a second write would leave it empty
+        # Only once: a kill during a second write would leave it empty.
+        [ -n "$content" ] || { echo "$1" >"$EXP_DIR/command.txt"; } 2>/dev/null || {
+            rm -f "$EXP_DIR/command.txt" # a part of the command would refuse the same command later
+            die "EXP_DIR=$EXP_DIR cannot be written to: make room or $choose"
+        }
     fi
     ! compgen -G "$EXP_DIR/checkpoints/iter_*" >/dev/null || RESUME=(--load "$EXP_DIR/checkpoints")
 }

@@ -323,10 +323,12 @@ class MoEConfig:
         """Build a config from a mapping. An unknown key raises a ConfigError that names the most similar field."""
         import difflib
 
+        if not isinstance(values, Mapping):
+            raise ConfigError(f"values is a {type(values).__name__}: must be a mapping from field to value")
         names = [f.name for f in dataclasses.fields(cls)]
         for key in values:
             if key not in names:
-                near = difflib.get_close_matches(key, names, n=1)
+                near = difflib.get_close_matches(str(key), names, n=1)
                 refuse(key, values[key], "no such field" + (f", did you mean {near[0]!r}?" if near else ""))
         for field in dataclasses.fields(cls):
             if field.default is dataclasses.MISSING and field.name not in values:

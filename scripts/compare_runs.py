@@ -36,6 +36,8 @@ from megablocks.tool.commands import named_path, print_in_any_locale
 
 ROOT = Path(__file__).resolve().parent.parent
 EXPERIMENT = ROOT / "exp" / "dmoe" / "dmoe_46m_8gpu.sh"
+OWN = {"--seed": "--seeds", "--train-iters": "--steps", "--log-interval": "--steps"}
+"""The driver's flags that are set for each run, and the option that decides them. FLAGS would override them."""
 LAYOUTS = {
     "DP2": "--no-moe-expert-model-parallelism",
     "EP2": "",
@@ -152,13 +154,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     what.add_argument("--flags", default="", help="the experiment without and with these flags")
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--seeds", nargs=2, type=int, default=[1234, 1235], help="of all runs, and of the noise run")
-    parser.add_argument("--experiment", type=Path, default=EXPERIMENT, help="a script of exp/ (default: dMoE-XS)")
+    parser.add_argument("--experiment", type=named_path, default=EXPERIMENT, help="a script of exp/ (default: dMoE-XS)")
     parser.add_argument("--only", help="launch only this one of the runs that DRY_RUN=1 lists")
     options = parser.parse_args(argv)
     arms = arms_of(options.impls, options.layouts, options.flags)
-    if options.steps < 2 or len(arms) < 2 or len(set(options.seeds)) < 2:
-        parser.error("give at least 2 --steps, two or more --impls, and two different --seeds")
-    if not options.experiment.is_file():
+    if options.steps < 2:
+        parser.error(f"--steps {options.steps}: must be at least 2")
+    if len(arms) < 2:
+        parser.error(f"--impls {' '.join(options.impls)}: must be two different ones or more")
+    if len(set(options.seeds)) < 2:
+        parser.error(f"--seeds {options.seeds[0]} {options.seeds[1]}: must differ, for their distance is the noise")
+    for word in f"{os.environ.get('FLAGS', '')} {options.flags}".split():
+        if own := OWN.get(flag := word.split("=")[0]):
+            parser.error(f"{flag}: is set for each run; leave it out of FLAGS and --flags, use {own}")
+    if options.experiment.suffix != ".sh" or not options.experiment.is_file():
         parser.error(f"--experiment {options.experiment}: must be a script of exp/, such as {EXPERIMENT}")
     if options.out.exists() and not options.out.is_dir():
         parser.error(f"out {options.out}: is a file; choose another folder")

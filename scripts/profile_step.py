@@ -86,7 +86,9 @@ def _launch(out: Path, words: Sequence[str]) -> Path | None:
     if folder.is_dir() and any(folder.iterdir()):  # it saved no optimizer, so it cannot resume
         raise ConfigError(f"{folder}: holds an earlier run: remove it or choose another out")
     if status := launch(command, FLAGS=flags):
-        raise ConfigError(f"command={shlex.join(command)!r}: ended with {status}; see {folder}/train.log")
+        log = folder / "train.log"
+        see = f"see {log}" if log.exists() else "the line above says why"
+        raise ConfigError(f"command={shlex.join(command)!r}: ended with {status}; {see}")
     return folder / "torch_profile" / "rank-0.json.gz"
 
 
@@ -100,8 +102,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="profile_step.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("out", type=named_path, help="folder for the table and the picture")
-    parser.add_argument("--trace", type=Path, help="read this trace instead of launching a run")
-    parser.add_argument("--run", type=Path, help="sizes of the run (default: run.json next to the trace)")
+    parser.add_argument("--trace", type=named_path, help="read this trace instead of launching a run")
+    parser.add_argument("--run", type=named_path, help="sizes of the run (default: run.json next to the trace)")
     parser.add_argument("--title", help="title of table and picture (default: the script's or the trace's name)")
     options = parser.parse_args(words)
     try:

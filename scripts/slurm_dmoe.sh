@@ -15,7 +15,7 @@
 # With 16 GPUs each GPU gets 32 of the 512 sequences of a step, so BATCH is 32 below.
 set -euo pipefail
 EXP_DIR=${1:?EXP_DIR, a folder that all machines see, is missing}
-export NNODES=$SLURM_NNODES NGPU=${NGPU:-8} MAX_RESTARTS=${MAX_RESTARTS:-3}
+export NNODES=${SLURM_NNODES:?is unset: submit this script with sbatch} NGPU=${NGPU:-8} MAX_RESTARTS=${MAX_RESTARTS:-3}
 # Not "| head": it can exit before scontrol has written everything, and pipefail would then fail the job.
 hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 MASTER_ADDR=${hosts%%$'\n'*}

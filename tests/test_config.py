@@ -157,6 +157,10 @@ def test_unknown_and_missing_keys():
         MoEConfig.from_dict({**BASE, "zzz": 2})
     with pytest.raises(ConfigError, match="^num_experts=None: is required$"):
         MoEConfig.from_dict({"hidden_size": 1, "ffn_hidden_size": 1})
+    with pytest.raises(ConfigError, match="^1=2: no such field$"):
+        MoEConfig.from_dict({**BASE, 1: 2})
+    with pytest.raises(ConfigError, match="^values is a list: must be a mapping from field to value$"):
+        MoEConfig.from_dict([BASE])
 
 
 def test_round_trip_and_replace():

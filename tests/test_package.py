@@ -230,5 +230,10 @@ def test_third_party_fetch_checks_out_the_pin_and_refuses_edits(upstream: tuple[
     (folder / "Thing/file").write_text("edited\n")
     edited = subprocess.run(fetch, capture_output=True, text=True)
     assert edited.returncode == 1 and "was edited" in edited.stderr and edited.stderr.count("\n") == 1
+    shutil.rmtree(folder / "Thing")
+    (folder / "Thing").mkdir()
+    empty = subprocess.run(fetch, capture_output=True, text=True)
+    assert empty.returncode == 1 and "Thing is at no commit or was edited" in empty.stderr
+    assert empty.stderr.count("\n") == 1
     unknown = subprocess.run([*fetch, "Nope"], capture_output=True, text=True)
     assert unknown.returncode == 1 and "Nope is not in pins.txt, which has: Thing" in unknown.stderr

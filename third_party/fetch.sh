@@ -20,7 +20,7 @@ for name in "${names[@]}"; do
         git -C "$name.part" -c advice.detachedHead=false checkout --quiet FETCH_HEAD
         mv "$name.part" "$name"
     fi
-    found=$(git -C "$name" rev-parse HEAD)
+    found=$(git -C "$name" rev-parse HEAD 2>/dev/null) || found="no commit"
     [ "$found" = "$commit" ] && [ -z "$(git -C "$name" status --porcelain)" ] || {
         echo "third_party: $name is at $found or was edited, pinned is $commit: remove third_party/$name and run this again" >&2
         exit 1

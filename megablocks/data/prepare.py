@@ -7,6 +7,7 @@ manifest last, and then renamed. The same inputs, options and package versions p
 from __future__ import annotations
 
 import argparse
+import errno
 import hashlib
 import os
 import platform
@@ -353,7 +354,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        print(f"prepare_data: error: {where}{error.strerror or error}", file=sys.stderr)
+        fix = "; make room or choose another --out" if error.errno == errno.ENOSPC else ""
+        print(f"prepare_data: error: {where}{error.strerror or error}{fix}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("prepare_data: interrupted, no files are left behind", file=sys.stderr)

@@ -302,6 +302,8 @@ class Experts(nn.Module):
 
     def _checked(self, rows: Tensor) -> Tensor:
         """Return the rows in autocast's dtype; outside autocast they must have the parameters' dtype."""
+        if self.w1.is_meta and not rows.is_meta:  # the products would read unset memory
+            raise ValueError(f'x: is on {rows.device}, the experts are on "meta": call to_empty and reset_parameters')
         if not rows.is_meta and torch.is_autocast_enabled(rows.device.type):
             return under_autocast(rows)[0]
         if rows.dtype != self.w1.dtype:

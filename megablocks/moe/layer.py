@@ -135,7 +135,7 @@ class MoELayer(SharesGroups, nn.Module):
         """x (..., H) → (..., H), without auxiliary losses. `forward_with_aux` returns them; its errors are the same."""
         y, aux = self.forward_with_aux(x)
         if aux.losses:
-            warnings.warn("forward leaves out the layer's auxiliary losses; call forward_with_aux", stacklevel=2)
+            _warn_of_losses()
         return y
 
     def forward_with_aux(self, x: Tensor) -> tuple[Tensor, AuxOutput]:
@@ -263,3 +263,8 @@ def _rename_old_keys(state: dict[str, Any], prefix: str, *_: Any) -> None:
     ):
         if prefix + old in state:
             state[prefix + new] = state.pop(prefix + old)
+
+
+@torch.compiler.assume_constant_result  # torch.compile calls it while it traces; it cannot trace a warning
+def _warn_of_losses() -> None:
+    warnings.warn("forward leaves out the layer's auxiliary losses; call forward_with_aux", stacklevel=3)

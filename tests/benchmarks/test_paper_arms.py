@@ -107,7 +107,11 @@ def test_budgets(text: str, value: tuple[float, bool]) -> None:
         ("SEEDS", "1,dmoe:2", "dense's the largest"),
         ("RATES", "best", "published, tuned, or one learning rate"),
         ("RATES", "2", "published, tuned, or one learning rate"),
+        ("SEEDS", "1,2", "two numbers for all arms"),
+        ("SEEDS", "2,dmoe:1,dmoe:2", "two numbers for dmoe"),
         ("SAVE_EVERY", "5min", "tokens, such as 500M, or 0"),
+        ("SAVE_EVERY", "-1", "tokens, such as 500M, or 0"),
+        ("FLAGS", "--load elsewhere", "--load is set for each run; leave it out, use OUT"),
         ("NGPU", "0", "a whole number from 1"),
         ("BATCH", "x", "a whole number from 0"),
         ("MICRO_BATCH", "x", "a whole number from 0"),
@@ -119,6 +123,13 @@ def test_a_bad_setting_is_one_line(variable: str, value: str, allowed: str) -> N
         _settings(**{variable: value})
     said = str(refused.value)
     assert said.startswith(f"{variable}={value}: ") and allowed in said and "\n" not in said
+
+
+def test_a_micro_batch_that_does_not_divide_the_batch_is_refused() -> None:
+    settings = _settings(MICRO_BATCH="128,dmoe:48", ARMS="dense,dmoe")
+    with pytest.raises(ConfigError, match=r"MICRO_BATCH=128,dmoe:48: 48 of dmoe must divide 128 \(BATCH\)"):
+        settings.check_micro_batches(128)
+    settings.check_micro_batches(384)
 
 
 def test_an_unknown_model_is_refused() -> None:

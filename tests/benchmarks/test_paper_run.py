@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import importlib.util
 import json
@@ -583,6 +584,41 @@ def test_bad_settings_are_one_line(tmp_path: Path) -> None:
         done = subprocess.run(command, env=_environment(**variables, **dry), capture_output=True, text=True)
         assert done.returncode == 2 and done.stderr.startswith(said) and done.stderr.count("\n") == 1, done.stderr
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("out", "variables", "said"),
+    [
+        ("", {"DRY_RUN": "1"}, "OUT='': must be a path; . is the current folder"),
+        ("out", {"DRY_RUN": "1", "BATCH": "8", "MICRO_BATCH": "3"}, "MICRO_BATCH=3: 3 of dense must divide 8 (BATCH)"),
+        ("manifest.json/out", {}, "OUT={folder}/manifest.json/out: cannot be made (Not a directory); choose another"),
+    ],
+)
+def test_what_no_run_can_use_is_refused_before_the_first_one(
+    out: str, variables: dict[str, str], said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "manifest.json").write_text('{"fingerprint": "0", "splits": {"valid": {"tokens": 1000}}}')
+    command = [sys.executable, str(ROOT / "benchmarks/paper_run.py"), out, "toy"]
+    environment = _environment(DATA_PREFIX=str(tmp_path), **variables)
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith(f"paper: {said.format(folder=tmp_path)}"), done.stderr
+    assert done.stderr.count("\n") == 1 and [path.name for path in tmp_path.iterdir()] == ["manifest.json"]
+
+
+def test_a_full_disk_is_one_line_that_says_how_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    (tmp_path / "manifest.json").write_text('{"fingerprint": "0", "splits": {"valid": {"tokens": 1000}}}')
+    monkeypatch.setattr(paper_run, "write_durably", full)
+    for name, value in _environment(DATA_PREFIX=str(tmp_path)).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("DRY_RUN", raising=False)
+    assert paper_run.main([str(tmp_path / "out"), "toy"]) == 2
+    fix = "No space left on device; correct it or make room, and give the same command again"
+    assert capsys.readouterr().err == f"paper: {tmp_path}/out: {fix}\n"
 
 
 def _toy_data(folder: Path) -> str:

@@ -385,6 +385,17 @@ def test_a_mixed_or_missing_record_is_one_line(tmp_path: Path, capsys: pytest.Ca
     assert not (tmp_path / "RESULTS.md").exists()
 
 
+def test_a_report_that_cannot_be_written_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_runs(tmp_path)
+    assert report.main([str(tmp_path), "--out", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("report: ") and str(tmp_path) in error and error.count("\n") == 1
+    for words in ([""], [str(tmp_path), "--out", ""]):
+        with pytest.raises(SystemExit) as stop:
+            report.main(words)
+        assert stop.value.code == 2 and "'' is empty: must be a path" in capsys.readouterr().err
+
+
 def test_spans() -> None:
     assert report.span(Span(1.5, 1.0, 2.0), ".1f") == "1.5 (1.0 to 2.0)"
     assert report.span(Span(60.0, 60.0, 60.0), ".1f", 60) == "1.0"

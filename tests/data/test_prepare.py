@@ -1,6 +1,7 @@
 """Preparation: what goes in comes out, the same every time, whole or not at all."""
 
 import bz2
+import errno
 import gzip
 import hashlib
 import io
@@ -673,6 +674,16 @@ def test_a_mount_point_is_refused_before_the_work(corpus, tmp_path, monkeypatch,
     assert capsys.readouterr().err == (
         f"prepare_data: error: --out={str(out)!r}: is a mount point, which cannot be renamed; give a folder in it\n"
     )
+
+
+def test_a_full_disk_is_one_line_with_a_fix(corpus, tmp_path, monkeypatch, capsys):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(prepare, "IndexedWriter", full)
+    assert main(["--input", str(corpus), "--out", str(tmp_path / "set"), "--vocab-size", "600", "--workers", "1"]) == 2
+    said = "prepare_data: error: No space left on device; make room or choose another --out\n"
+    assert capsys.readouterr().err == said and not (tmp_path / "set").exists()
 
 
 def test_a_text_of_long_lines_alone_says_so(tmp_path):

@@ -382,6 +382,15 @@ def test_a_run_folder_that_cannot_be_made_or_written_is_one_line(
     assert (tmp_path / "file").read_text() == "precious" and not (tmp_path / "ran").exists()
 
 
+def test_a_full_disk_leaves_no_part_of_a_command(data: Path, tmp_path: Path, recorder: dict[str, str]) -> None:
+    settings = {"DATA_PREFIX": str(data), "NGPU": "1", **recorder}
+    no_room = 'trap "" XFSZ; ulimit -f 0; exec bash "$@"'  # a stand-in: each write to a file fails
+    done = _run("-c", no_room, "_", str(SMOKE), str(tmp_path / "run"), **settings)
+    said = f"dmoe.sh: EXP_DIR={tmp_path}/run cannot be written to: make room or choose another folder\n"
+    assert _refusal(done) == said and list((tmp_path / "run").iterdir()) == []
+    assert _run(SMOKE, str(tmp_path / "run"), **settings).returncode == 0
+
+
 def test_L5_an_existing_run_directory(data: Path, tmp_path: Path, recorder: dict[str, str]) -> None:
     run, ran = tmp_path / "run", tmp_path / "ran"
     launch = {"DATA_PREFIX": str(data), "NGPU": "1", **recorder}
@@ -599,6 +608,9 @@ def test_L1_the_slurm_example_hands_each_machine_its_rank(tmp_path: Path) -> Non
     got = [_option(words, name) for name in names]
     assert got == ["2", "host0:23456", "is_host=false,join_timeout=600,read_timeout=600", "host1", "3"], done.stderr
     assert _flags(words)["--micro-batch-size"] == "32"
+    del environment["SLURM_NNODES"]
+    done = subprocess.run(script, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.endswith("SLURM_NNODES: is unset: submit this script with sbatch\n")
 
 
 def test_test_command_dry_run() -> None:

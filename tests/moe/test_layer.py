@@ -357,8 +357,20 @@ def test_forward_leaves_losses_out_and_says_so():
     with pytest.warns(UserWarning, match="forward_with_aux"):
         y = layer(x)
     assert torch.equal(y, layer.forward_with_aux(x)[0])
+    torch._dynamo.reset()
+    with pytest.warns(UserWarning, match="forward_with_aux"):
+        assert torch.equal(torch.compile(layer, fullgraph=True, backend="aot_eager")(x), y)
     layer.eval()
     assert layer.forward_with_aux(x)[1].losses == {}
+
+
+@pytest.mark.parametrize("impl", ["grouped", "fused", "scatter", "batched"])
+def test_weights_on_meta_refuse_rows_with_values(impl):
+    """Without an error the output would be unset memory."""
+    config = config_of()
+    layer, (x, _) = build(impl, config).to("meta"), batch(config, 5)
+    with pytest.raises(ValueError, match='^x: is on cpu, the experts are on "meta": call to_empty and'):
+        layer.forward_with_aux(x)
 
 
 def test_expert_choice_trains_the_router():

@@ -322,6 +322,8 @@ def test_fused_mlp_names_what_does_not_fit():
     refused(r"w2 is \(3, 4, 7\): must be \(3, 4, 8\)", "swiglu", values | {"w2": values["w2"][..., :7]})
     refused("c1 is given: activation='silu' has no gate", "silu", plain | {"c1": torch.zeros(3, 4)})
     refused(r"x is \(5, 8\)", "swiglu", values | {"x": values["x"][:5]})
+    refused("input_bits=5: must be 4, 8, or -1 for off", "swiglu", values, input_bits=5)
+    refused("pre_bits=0: must be 4, 8, or -1 for off", "swiglu", values, pre_bits=0)
     both = plain | {"w1": torch.cat([values["w1"], values["v1"]], dim=1)}
     refused("v1 is missing for activation='swiglu'", "swiglu", both | {"c1": torch.zeros(3, 4)})
     refused(r"w1 or v1, but w1 \(3, 8, 8\) holds both", "swiglu", both, main_grads=MainGrads(w1=torch.zeros(shape)))

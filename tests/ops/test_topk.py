@@ -140,3 +140,9 @@ def test_no_tokens(k):
     assert ids.shape == weights.shape == (0, k)
     weights.sum().backward()
     assert logits.grad.shape == (0, 4)
+
+
+def test_logits_of_another_rank_are_refused():
+    for shape in ((4,), (2, 3, 4)):
+        with pytest.raises(ValueError, match=r"^logits is \(.*\): must be \(T, E\)$"):
+            route_topk(torch.randn(shape), RouterOptions(top_k=2))

@@ -119,11 +119,30 @@ def test_a_launch_that_ends_early_is_a_failure(tmp_path: Path, capsys: pytest.Ca
 
 def test_L2_a_comparison_of_one_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     both = ["--impls", "sparse", "fused", "--layouts", "PP2"]
-    for flags in (both, ["--impls", "fused"], ["--seeds", "3", "3"], ["--only", "grouped"]):
+    for flags, said in (
+        (both, "not allowed with argument"),
+        (["--impls", "fused", "fused"], "--impls fused fused: must be two different ones"),
+        (["--seeds", "3", "3"], "--seeds 3 3: must differ"),
+        (["--steps", "1"], "--steps 1: must be at least 2"),
+        (["--only", "grouped"], "--only grouped: must be one of sparse, fused, sparse-seed1235"),
+    ):
         with pytest.raises(SystemExit) as stop:
             compare_runs.main([str(tmp_path), *flags])
+        assert stop.value.code == 2 and said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--seed 5", "--seed=5", "--train-iters 9", "--log-interval 7"])
+def test_flags_that_would_replace_those_of_each_run_are_refused(
+    flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one seed for all runs the noise is zero; with other steps no run is ever complete."""
+    monkeypatch.setenv("DRY_RUN", "1")
+    for flags, words in ((f"--bf16 {flag}", []), ("", [f"--flags={flag}"])):
+        monkeypatch.setenv("FLAGS", flags)
+        with pytest.raises(SystemExit) as stop:
+            compare_runs.main([str(tmp_path), *words])
         assert stop.value.code == 2
-    assert "--only grouped: must be one of sparse, fused, sparse-seed1235" in capsys.readouterr().err
+        assert f"{flag.replace('=', ' ').split()[0]}: is set for each run; leave it out" in capsys.readouterr().err
 
 
 def test_L1_dry_run_prints_launches_that_differ_in_one_flag(tmp_path: Path) -> None:
@@ -159,6 +178,8 @@ def test_L1_dry_run_of_layouts(
     ("words", "message"),
     [
         (["{tmp}/new", "--experiment", "nope.sh"], "--experiment nope.sh: must be a script of exp/, such as "),
+        (["{tmp}/new", "--experiment", "{tmp}/file"], "/file: must be a script of exp/, such as "),
+        (["{tmp}/new", "--experiment", ""], "argument --experiment: '' is empty: must be a path"),
         (["{tmp}/file"], "/file: is a file; choose another folder\n"),
         ([""], "argument out: '' is empty: must be a path; . is the current folder\n"),
     ],

@@ -64,7 +64,10 @@ def test_L2_refusals_are_one_line(
 def test_a_launch_that_fails_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "exp.sh").write_text("exit 3\n")
     assert profile_step.main([str(tmp_path / "out"), "--", "bash", str(tmp_path / "exp.sh")]) == 2
-    assert "ended with 3; see" in capsys.readouterr().err
+    assert capsys.readouterr().err.endswith("ended with 3; the line above says why\n")
+    (tmp_path / "exp.sh").write_text('mkdir -p "$1" && touch "$1/train.log" && exit 3\n')
+    assert profile_step.main([str(tmp_path / "out"), "--", "bash", str(tmp_path / "exp.sh")]) == 2
+    assert capsys.readouterr().err.endswith(f"ended with 3; see {tmp_path}/out/run/train.log\n")
 
 
 def test_a_folder_with_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -87,8 +90,14 @@ def test_L1_dry_run_prints_the_launch(tmp_path: Path) -> None:
     )
 
 
-def test_an_empty_path_is_not_the_current_folder(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [(["", "--", "bash", "exp.sh"], "out"), (["o", "--trace", ""], "--trace"), (["o", "--run", ""], "--run")],
+)
+def test_an_empty_path_is_not_the_current_folder(
+    words: list[str], name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as stop:
-        profile_step.main(["", "--", "bash", "exp.sh"])
+        profile_step.main(words)
     assert stop.value.code == 2
-    assert capsys.readouterr().err.endswith("argument out: '' is empty: must be a path; . is the current folder\n")
+    assert capsys.readouterr().err.endswith(f"argument {name}: '' is empty: must be a path; . is the current folder\n")

@@ -49,7 +49,7 @@ from megablocks.ops.grouped.grouped_mm import grouped_mm_op, grouped_mm_ref, is_
 from megablocks.ops.hopper import runs_hopper
 from megablocks.ops.library import custom_op, once_differentiable, runs_triton, under_autocast
 from megablocks.ops.permute.rows import by_pair, combine_op, gather_op
-from megablocks.ops.quant.quant import OFF, pack, unpack
+from megablocks.ops.quant.quant import OFF, check_bits, pack, unpack
 from megablocks.ops.routing.dispatch import Dispatch
 
 
@@ -363,6 +363,9 @@ def fused_mlp(
     if weight is None:
         weight = torch.ones(num_pairs, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
     biases = [None if b is None else b.to(x.dtype) for b in (b1, c1, b2)]
+    for what, bits in (("input_bits", input_bits), ("pre_bits", pre_bits)):
+        if bits != OFF:
+            check_bits(bits, "4, 8, or -1 for off", what)
     options = Options(recompute, in_order, input_bits, pre_bits)
     return fused_mlp_op(x, weight, ExpertParameters(w1, v1, w2, *biases), dispatch, activation, options, *main_grads)[0]
 

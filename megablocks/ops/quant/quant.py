@@ -192,10 +192,10 @@ def dequantize(codes: Tensor, scales: Tensor, num_bits: int, width: int, dtype: 
     return dequantize_op(codes, scales, num_bits, width, dtype)
 
 
-def check_bits(num_bits: int, allowed: str = "4 or 8") -> None:
-    """Refuse bits that `quantize` does not support. allowed: what the caller accepts, for the message."""
+def check_bits(num_bits: int, allowed: str = "4 or 8", name: str = "num_bits") -> None:
+    """Refuse bits that `quantize` does not support. allowed, name: what the caller accepts, and its argument."""
     if num_bits not in GROUP:
-        raise ValueError(f"num_bits={num_bits!r}: must be {allowed}")
+        raise ValueError(f"{name}={num_bits!r}: must be {allowed}")
 
 
 class Packed(NamedTuple):

@@ -308,6 +308,8 @@ router_op.register_autograd(_backward, setup_context=_setup_context)
 
 def check_router(logits: Tensor, options: RouterOptions, bias: Tensor | None, padding_mask: Tensor | None) -> None:
     """The ValueErrors of `route_topk`."""
+    if logits.dim() != 2:
+        raise ValueError(f"logits is {tuple(logits.shape)}: must be (T, E)")
     (num_tokens, num_experts), top_k = logits.shape, options.top_k
     if not 1 <= top_k <= num_experts:
         raise ValueError(f"top_k={top_k}: must be from 1 to the number of experts, {num_experts}")
