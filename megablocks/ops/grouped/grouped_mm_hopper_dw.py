@@ -227,11 +227,7 @@ def ragged_k_kernel(
 
     sums_ptr: (slots, M, N) float32. list_ptr: of `list_launch`.
     """
-    dtype: gl.constexpr = a_desc.dtype
-    a_bufs = gl.allocate_shared_memory(dtype, [c.stages * 2, c.BK, c.rows], a_desc.layout)
-    b_bufs = gl.allocate_shared_memory(
-        dtype, [c.stages, c.BK, c.BN], gl.NVMMASharedLayout.get_default_for([c.BK, c.BN], dtype)
-    )
+    a_bufs, b_bufs = hg.operand_buffers(a_desc.dtype, c)
     if c.add:
         o_bufs: gl.constexpr = None
     else:

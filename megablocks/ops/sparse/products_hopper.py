@@ -336,11 +336,8 @@ def _spmm_producer(given, work, c: gl.constexpr):
 
 
 @gluon.jit
-def _buffers(a_desc, b_desc, o_desc, c: gl.constexpr):
-    a_shape: gl.constexpr = [c.rows, c.BK] if c.a_k_major else [c.BK, c.rows]
-    b_shape: gl.constexpr = [c.BN, c.BK] if c.b_k_major else [c.BK, c.BN]
-    a_bufs = gl.allocate_shared_memory(a_desc.dtype, [c.stages * c.row_parts] + a_shape, a_desc.layout)
-    b_bufs = gl.allocate_shared_memory(b_desc.dtype, [c.stages] + b_shape, b_desc.layout)
+def _buffers(o_desc, c: gl.constexpr):
+    a_bufs, b_bufs = hg.operand_buffers(o_desc.dtype, c)
     o_bufs = gl.allocate_shared_memory(o_desc.dtype, [2 * c.out_buffers, c.rows, c.out_cols], o_desc.layout)
     full, empty, turn = hg.barriers(c)
     return a_bufs, b_bufs, o_bufs, full, empty, turn
@@ -356,7 +353,7 @@ def sdd_kernel(
 
     act_desc, extra_ptr: what the epilogue writes beside the result and reads, Epilogue.act and .bias or .pre.
     """
-    a_bufs, b_bufs, o_bufs, full, empty, turn = _buffers(a_desc, b_desc, o_desc, c)
+    a_bufs, b_bufs, o_bufs, full, empty, turn = _buffers(o_desc, c)
     outs = (o_desc, act_desc, extra_ptr)
     common = (a_bufs, b_bufs, o_bufs, full, empty, turn, outs, cols_ptr, used_ptr, last, k_steps)
     given = (a_bufs, b_bufs, full, empty, a_desc, b_desc, rows_ptr, cols_ptr, used_ptr, last, k_steps)
@@ -377,7 +374,7 @@ def spmm_kernel(
 
     counter_ptr: with c.by_column one int, zero before the launch.
     """
-    a_bufs, b_bufs, o_bufs, full, empty, turn = _buffers(a_desc, b_desc, o_desc, c)
+    a_bufs, b_bufs, o_bufs, full, empty, turn = _buffers(o_desc, c)
     board = make_board()
     common = (a_bufs, b_bufs, o_bufs, full, empty, turn, board, o_desc)
     given = (a_bufs, b_bufs, full, empty, board, a_desc, b_desc)
