@@ -51,10 +51,10 @@ _WIDE = Tile(64, 256, 4, pingpong=True, group_m=8, out_parts=4, out_buffers=2)
 
 
 @functools.lru_cache(1024)  # a look-up takes less time than a new plan
-def _plan(experts: int, inner: int, K: int, gated: bool, activation: Activation, biased: bool) -> _Plan:
+def _plan(experts: int, inner: int, K: int, gated: bool, activation: Activation) -> _Plan:
     return _Plan(
         **vars(_SHARED if gated else _WIDE), lanes=grouped.lanes_of(experts), N=inner, K=K, gather=True,
-        b_k_major=True, gated=gated, unary=activation.unary, exact=activation.exact, biased=biased,
+        b_k_major=True, gated=gated, unary=activation.unary, exact=activation.exact,
     )  # fmt: skip
 
 
@@ -70,13 +70,13 @@ def _finish(pre, gate, slot: gl.constexpr, bufs, outs, e, row, end, col, WG: gl.
     NAME: gl.constexpr = c.unary
     EXACT: gl.constexpr = c.exact
     j = gl.arange(0, c.out_cols, gl.SliceLayout(0, pre.type.layout))
-    if c.biased:
+    if b1_ptr is not None:
         pre += gl.load(b1_ptr + e * c.N + col + j, mask=col + j < c.N, other=0).to(gl.float32)[None, :]
     pre = pre.to(bufs.dtype)
     hg.store_rows(pre, slot, bufs, pre_desc, pre_tail, row, end, col, WG, c)
     act, _ = hg.unary(pre.to(gl.float32), NAME, EXACT)  # of the rounded value, as backward sees it
     if c.gated:
-        if c.biased:
+        if b1_ptr is not None:
             gate += gl.load(c1_ptr + e * c.N + col + j, mask=col + j < c.N, other=0).to(gl.float32)[None, :]
         gate = gate.to(bufs.dtype)
         hg.store_rows(gate, slot + 1, bufs, gate_desc, gate_tail, row, end, col, WG, c)
@@ -148,7 +148,7 @@ def up(
     rows = dispatch.num_rows
     pre, act = x.new_empty(rows, inner), x.new_empty(rows, inner)
     gate = None if v1 is None else x.new_empty(rows, inner)
-    c = _plan(experts, inner, hidden, v1 is not None, activation, b1 is not None)
+    c = _plan(experts, inner, hidden, v1 is not None, activation)
     box = [c.rows, c.out_cols]
     weight_box = [c.columns, c.BK]
     up_kernel[(multiprocessors(x.device.index),)](
