@@ -167,14 +167,9 @@ def _sizes(hidden: int) -> dict[str, int]:
 
 
 def add_norm_launch(
-    x: Tensor,
-    x_bias: Tensor | None,
-    residual: Tensor | None,
-    seed: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    options: AddNormOptions,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None]:
+    x: Tensor, x_bias: Tensor | None, residual: Tensor | None, seed: Tensor | None, weight: Tensor,
+    bias: Tensor | None, options: AddNormOptions,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None]:  # fmt: skip
     """Like `add_norm_ref`; one launch. Without a residual, y is the norm of x, and the sum is empty."""
     x, weight = x.contiguous(), weight.contiguous()
     x_bias, residual, bias = (None if t is None else t.contiguous() for t in (x_bias, residual, bias))
@@ -207,16 +202,9 @@ def add_partials_launch(partial: Tensor) -> list[Tensor]:
 
 
 def add_norm_backward_launch(
-    d_out: Tensor | None,
-    dy: Tensor,
-    x: Tensor,
-    mask: Tensor | None,
-    weight: Tensor,
-    mean: Tensor | None,
-    rstd: Tensor,
-    has_x_bias: bool,
-    options: AddNormOptions,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor | None]:
+    d_out: Tensor | None, dy: Tensor, x: Tensor, mask: Tensor | None, weight: Tensor, mean: Tensor | None,
+    rstd: Tensor, has_x_bias: bool, options: AddNormOptions,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor | None]:  # fmt: skip
     """Like `add_norm_backward_ref`; two launches."""
     dy, x, weight = dy.contiguous(), x.contiguous(), weight.contiguous()
     d_out = None if d_out is None else d_out.contiguous()

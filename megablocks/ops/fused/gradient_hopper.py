@@ -249,21 +249,9 @@ def down_gradient(
     dots = weight.new_zeros(weight.shape[0], c.n_tiles)  # unused pairs keep the zero
     box = [c.rows, c.out_cols]
     down_gradient_kernel[(multiprocessors(dy.device.index),)](
-        descriptor(w2, [1, c.BN, c.BK]),
-        descriptor(pre, box),
-        None if gate is None else descriptor(gate, box),
-        *with_tail(d_pre, box),
-        *with_tail(d_gate, box),
-        *with_tail(scaled, box),
-        dy,
-        dy.stride(0) // 8,
-        dispatch.gather,
-        weight,
-        dispatch.pair,
-        dots,
-        dispatch.expert_offsets,
-        experts,
-        c=c,
-        num_warps=4,
-    )
+        descriptor(w2, [1, c.BN, c.BK]), descriptor(pre, box), None if gate is None else descriptor(gate, box),
+        *with_tail(d_pre, box), *with_tail(d_gate, box), *with_tail(scaled, box),
+        dy, dy.stride(0) // 8, dispatch.gather, weight, dispatch.pair, dots, dispatch.expert_offsets, experts,
+        c=c, num_warps=4,
+    )  # fmt: skip
     return d_pre, d_gate, scaled, dots.view(-1) if c.n_tiles == 1 else dots.sum(1)

@@ -154,17 +154,7 @@ def up(
     up_kernel[(multiprocessors(x.device.index),)](
         descriptor(w1.view(-1, hidden), weight_box),
         None if v1 is None else descriptor(v1.view(-1, hidden), weight_box),
-        *with_tail(pre, box),
-        *with_tail(gate, box),
-        *with_tail(act, box),
-        b1,
-        c1,
-        x,
-        x.stride(0) // 8,
-        dispatch.gather,
-        dispatch.expert_offsets,
-        experts,
-        c=c,
-        num_warps=4,
-    )
+        *with_tail(pre, box), *with_tail(gate, box), *with_tail(act, box), b1, c1,
+        x, x.stride(0) // 8, dispatch.gather, dispatch.expert_offsets, experts, c=c, num_warps=4,
+    )  # fmt: skip
     return pre, gate, act

@@ -287,18 +287,8 @@ def ragged_m(
         return descriptor(t.transpose(1, 2), [1, c.BN, c.BK]) if k_major else descriptor(t, [1, c.BK, c.BN])
 
     ragged_m_kernel[(multiprocessors(x.device.index),)](
-        None if gathered else descriptor(x, x_box),
-        weight(w),
-        None if x2 is None else descriptor(x2, x_box),
-        None if v is None else weight(v),
-        *with_tail(y, y_box),
-        None if bias is None else bias.contiguous(),
-        x if gathered else None,
-        x.stride(0) // 8 if gathered else 0,
-        gather,
-        offsets,
-        experts,
-        c=c,
-        num_warps=4,
-    )
+        None if gathered else descriptor(x, x_box), weight(w), None if x2 is None else descriptor(x2, x_box),
+        None if v is None else weight(v), *with_tail(y, y_box), None if bias is None else bias.contiguous(),
+        x if gathered else None, x.stride(0) // 8 if gathered else 0, gather, offsets, experts, c=c, num_warps=4,
+    )  # fmt: skip
     return y

@@ -265,17 +265,9 @@ def ragged_k(
     items = list_launch(offsets, longest, slots)
     sums = torch.empty(slots, M, N, dtype=torch.float32, device=a.device)
     ragged_k_kernel[(programs,)](
-        *with_tail(a, [c.BK, c.rows]),
-        *with_tail(None if c.gather else b, [c.BK, c.BN]),
-        None if add else descriptor(o, [1, c.rows, c.out_cols]),
-        o if add else None,
-        sums,
-        b if c.gather else None,
-        b.stride(0) // 8 if c.gather else 0,
-        gather,
-        items,
-        c=c,
-        num_warps=4,
-    )
+        *with_tail(a, [c.BK, c.rows]), *with_tail(None if c.gather else b, [c.BK, c.BN]),
+        None if add else descriptor(o, [1, c.rows, c.out_cols]), o if add else None, sums,
+        b if c.gather else None, b.stride(0) // 8 if c.gather else 0, gather, items, c=c, num_warps=4,
+    )  # fmt: skip
     add_launch(sums, items, experts + slots, o, add, 4 * programs)
     return o
