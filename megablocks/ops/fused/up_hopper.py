@@ -91,10 +91,7 @@ def _consumer(common, WG: gl.constexpr, c: gl.constexpr):
     phase = gl.to_tensor(0)
     e, m0, end, n0 = hg.find_tile(gl.minimum(start, tiles - 1), ends, offsets_ptr, c)
     for tile in range(start, tiles, step):
-        expert = e
-        row = m0
-        last = end
-        col = n0 // 2 if c.gated else n0
+        expert, row, last, col = e, m0, end, n0 // 2 if c.gated else n0
         e, m0, end, n0 = hg.find_tile(gl.minimum(tile + step, tiles - 1), ends, offsets_ptr, c)
         acc, it = hg.multiply(it, c.steps, x_bufs, w_bufs, full, empty, turn, phase, WG, c)
         if c.pingpong:
@@ -111,9 +108,7 @@ def _consumer(common, WG: gl.constexpr, c: gl.constexpr):
             # fit the instruction cache.
             for i in range(c.out_parts):
                 _finish(p0, p0, 0, o_bufs, outs, expert, row, last, col + i * c.out_cols, WG, c)
-                p0 = p1
-                p1 = p2
-                p2 = p3
+                p0, p1, p2 = p1, p2, p3
     tma.store_wait(0)
 
 

@@ -148,10 +148,7 @@ def _m_consumer(common, WG: gl.constexpr, c: gl.constexpr):
     phase = gl.to_tensor(0)
     e, m0, end, n0 = hg.find_tile(gl.minimum(start, tiles - 1), ends, offsets_ptr, c)
     for tile in range(start, tiles, step):
-        expert = e
-        row = m0
-        last = end
-        col = n0
+        expert, row, last, col = e, m0, end, n0
         e, m0, end, n0 = hg.find_tile(gl.minimum(tile + step, tiles - 1), ends, offsets_ptr, c)
         if not c.pingpong:
             row += WG * c.rows
@@ -204,9 +201,7 @@ def m_producer(given, c: gl.constexpr):
         lanes = hg.gather_lanes(c)
         ids = hg.row_ids(gather_ptr, m0, end, lanes, c)
     for tile in range(start, tiles, step):
-        expert = e
-        row = m0
-        col = n0
+        expert, row, col = e, m0, n0
         if c.flat:
             # If a tile is wider than the rest of this expert's weights, rows of the next expert's weights are
             # multiplied too, and the store clips their columns.

@@ -302,8 +302,7 @@ def _spmm_producer(given, work, c: gl.constexpr):
     next_block, next_other = _entry(gl.minimum(first, entries - 1), index_ptr, block_ptr, c)
     while tile < tiles:
         announce(i, line, (end - first) * STEPS, dense, board)
-        block = next_block
-        other = next_other
+        block, other = next_block, next_other
         next_block, next_other = _entry(gl.minimum(first1, entries - 1), index_ptr, block_ptr, c)
         tile2 = drawn(ticket, c)
         line2, first2, end2, dense2 = line_of(tile2, tiles, work_ptr, dense_tiles)
