@@ -75,14 +75,14 @@ def _in_rows(i, width, stride, BLOCK: tl.constexpr):
 @triton.jit(do_not_specialize=["num_rows"])
 def _forward_kernel(
     pre_ptr, gate_ptr, out_ptr, num_rows, width, stride,
-    NAME: tl.constexpr, EXACT: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr,
+    NAME: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     n = num_rows.to(tl.int64) * width  # known to be a multiple of 16 where the width is: such a mask leaves loads wide
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     at = _in_rows(i, width, stride, BLOCK)
     z = tl.load(pre_ptr + at, mask=i < n, other=0).to(tl.float32)
     value, _ = unary(z, NAME, EXACT)
-    if GATED:
+    if gate_ptr is not None:
         value *= tl.load(gate_ptr + at, mask=i < n, other=0).to(tl.float32)
     tl.store(out_ptr + i, value.to(out_ptr.dtype.element_ty), mask=i < n)
 
@@ -91,7 +91,7 @@ def _forward_kernel(
 @triton.jit(do_not_specialize=["num_rows"])
 def _backward_kernel(
     grad_ptr, pre_ptr, gate_ptr, d_pre_ptr, d_gate_ptr, num_rows, width, stride, d_stride,
-    NAME: tl.constexpr, EXACT: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr,
+    NAME: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     n = num_rows.to(tl.int64) * width
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -99,7 +99,7 @@ def _backward_kernel(
     z = tl.load(pre_ptr + at, mask=i < n, other=0).to(tl.float32)
     grad = tl.load(grad_ptr + i, mask=i < n, other=0).to(tl.float32)
     value, slope = unary(z, NAME, EXACT)
-    if GATED:
+    if gate_ptr is not None:
         tl.store(d_gate_ptr + d_at, (grad * value).to(d_gate_ptr.dtype.element_ty), mask=i < n)
         grad *= tl.load(gate_ptr + at, mask=i < n, other=0).to(tl.float32)
     tl.store(d_pre_ptr + d_at, (grad * slope).to(d_pre_ptr.dtype.element_ty), mask=i < n)
@@ -174,8 +174,8 @@ def activation_launch(pre: Tensor, gate: Tensor | None, activation: Activation) 
     out = torch.empty(pre.shape, dtype=pre.dtype, device=pre.device)
     if out.numel():
         _forward_kernel[(cdiv(out.numel(), _BLOCK),)](
-            pre, gate, out, out.numel() // out.shape[-1], out.shape[-1], stride, NAME=activation.unary,
-            EXACT=activation.exact, GATED=gate is not None, BLOCK=_BLOCK,
+            pre, gate, out, out.numel() // out.shape[-1], out.shape[-1], stride,
+            NAME=activation.unary, EXACT=activation.exact, BLOCK=_BLOCK,
         )  # fmt: skip
     return out
 
@@ -192,7 +192,7 @@ def activation_backward_launch(
     if d_pre.numel():
         _backward_kernel[(cdiv(d_pre.numel(), _BLOCK),)](
             grad, pre, gate, d_pre, d_gate, pre.numel() // pre.shape[-1], pre.shape[-1], stride, d_stride,
-            NAME=activation.unary, EXACT=activation.exact, GATED=gate is not None, BLOCK=_BLOCK,
+            NAME=activation.unary, EXACT=activation.exact, BLOCK=_BLOCK,
         )  # fmt: skip
     return d_whole, d_other
 

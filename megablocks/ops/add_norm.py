@@ -102,14 +102,9 @@ def _drop(x: Tensor, mask: Tensor | None, options: AddNormOptions) -> Tensor:
 
 
 def add_norm_ref(
-    x: Tensor,
-    x_bias: Tensor | None,
-    residual: Tensor | None,
-    seed: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    options: AddNormOptions,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None]:
+    x: Tensor, x_bias: Tensor | None, residual: Tensor | None, seed: Tensor | None, weight: Tensor,
+    bias: Tensor | None, options: AddNormOptions,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None]:  # fmt: skip
     """x, residual (…, H) → out, y (…, H), the norm's mean (None for RMSNorm) and r (R,), and the mask of `_drop`.
 
     residual: None for the norm of x. Then x_bias and seed are None, and out is empty.
@@ -128,16 +123,9 @@ def add_norm_ref(
 
 
 def add_norm_backward_ref(
-    d_out: Tensor | None,
-    dy: Tensor,
-    out: Tensor,
-    mask: Tensor | None,
-    weight: Tensor,
-    mean: Tensor | None,
-    rstd: Tensor,
-    has_x_bias: bool,
-    options: AddNormOptions,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor | None]:
+    d_out: Tensor | None, dy: Tensor, out: Tensor, mask: Tensor | None, weight: Tensor, mean: Tensor | None,
+    rstd: Tensor, has_x_bias: bool, options: AddNormOptions,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor | None]:  # fmt: skip
     """d_out, dy, out (…, H) → d_residual, dx (…, H), and dx_bias, dg and dbias (H,) in float32 (float64 for float64).
 
     d_out: None for 0. out: without a residual x, whose gradient is then d_residual.

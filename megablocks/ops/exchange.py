@@ -172,7 +172,7 @@ class Exchange:
         y_values = None if values is None else values.new_empty(ids.shape)
         kernels.to_home_kernel[(turns * size.ranks,)](
             partial, weight, *indices, local_ids, values, ids, y, y_values, self._peers, self._sent, self._taken,
-            self._state, ids.shape[0], *numbers, SUMS=dispatch is not None, **options,
+            self._state, ids.shape[0], *numbers, **options,
         )  # fmt: skip
         return y, y_values
 

@@ -8,8 +8,8 @@ of rank r.
   home             push: partial[r, t] goes to rank r, into r's slot (this rank, t), where t has an expert here
                    total: y[t] = Σ over the ranks r with an expert of t, in rank order, of what r pushed
 
-With SUMS the kernel computes partial itself, from the experts' rows of the slot. `combine` would write it, and the
-exchange would read it again. The sum is bound by this GPU's memory and the push by the link, so both overlap.
+With a Dispatch (`sums`) the kernel computes partial itself, from the experts' rows of the slot. `combine` would write
+it, and the exchange would read it again. The sum is bound by this GPU's memory and the push by the link: both overlap.
 
 There are no counts: a slot depends only on rank and token. A program that pushes writes CHUNK tokens for one peer, then
 that peer's flag of this chunk. A program that reads waits for the flag. A flag contains the number of the exchange,
@@ -102,9 +102,9 @@ def _pairs(sums, first, last, UNROLL: tl.constexpr):
 
 
 @triton.jit
-def _spans(sums, slot, mask, SUMS: tl.constexpr, UNROLL: tl.constexpr):
-    """For slots of `mask`, with SUMS: where their pairs begin and end, and the first UNROLL. All columns share them."""
-    if SUMS:
+def _spans(sums, slot, mask, UNROLL: tl.constexpr):
+    """For slots of `mask`, with sums: where their pairs begin and end, and the first UNROLL. All columns share them."""
+    if sums[1] is not None:
         first = tl.load(sums[1] + slot, mask=mask, other=0)
         last = tl.load(sums[1] + slot + 1, mask=mask, other=0)
         spans = (first, last, _pairs(sums, first, last, UNROLL))
@@ -130,11 +130,9 @@ def _add(acc, rows_ptr, pairs, h, H, UNROLL: tl.constexpr):
 
 
 @triton.jit
-def _share(
-    rows_ptr, sums, spans, slot, mask, h, H, SUMS: tl.constexpr, CHOICES: tl.constexpr, UNROLL: tl.constexpr
-):  # fmt: skip
-    """Sums of this rank's experts for slots of `mask`, columns h: rows of partial, or with SUMS those of `combine`."""
-    if SUMS:
+def _share(rows_ptr, sums, spans, slot, mask, h, H, CHOICES: tl.constexpr, UNROLL: tl.constexpr):
+    """Sums of this rank's experts for slots of `mask`, columns h: rows of partial, or with sums those of `combine`."""
+    if sums[1] is not None:
         first, last, pairs = spans
         acc = _add(tl.zeros((slot.shape[0], h.shape[0]), tl.float32), rows_ptr, pairs, h, H, UNROLL)
         if CHOICES > UNROLL:
@@ -150,8 +148,8 @@ def _share(
 def _push(
     chunk, peer, x_ptr, x_stride, sums, ids_ptr, values_ptr, peers_ptr, sent_ptr, state_ptr, num_tokens, max_tokens,
     rank, experts, chunks, H, K, half_bytes, ids_at, values_at, flags_at,
-    HOME: tl.constexpr, SUMS: tl.constexpr, IDS: tl.constexpr, CHUNK: tl.constexpr, CHOICES: tl.constexpr,
-    UNROLL: tl.constexpr, BLOCK: tl.constexpr, DELAY: tl.constexpr,
+    HOME: tl.constexpr, IDS: tl.constexpr, CHUNK: tl.constexpr, CHOICES: tl.constexpr, UNROLL: tl.constexpr,
+    BLOCK: tl.constexpr, DELAY: tl.constexpr,
 ):  # fmt: skip
     """A chunk for a peer. x, ids, values: (T, …) to the experts; (W·M, …) home, with local ids."""
     t, exists = _chunk(chunk, max_tokens, CHUNK)
@@ -171,10 +169,10 @@ def _push(
     wanted = tl.max(mine.to(tl.int32), 1) > 0
     if HOME:
         broken = tl.load(state_ptr, volatile=True) != 0
-        spans = _spans(sums, row, wanted, SUMS, UNROLL)
+        spans = _spans(sums, row, wanted, UNROLL)
         for start in range(0, H, BLOCK):
             h = start + tl.arange(0, BLOCK)
-            share = _share(x_ptr, sums, spans, row, wanted, h, H, SUMS, CHOICES, UNROLL)
+            share = _share(x_ptr, sums, spans, row, wanted, h, H, CHOICES, UNROLL)
             share = tl.where(broken, float("nan"), share)
             tl.store(rows_ptr + slot[:, None] * H + h[None, :], share, mask=wanted[:, None] & (h < H)[None, :])
     else:
@@ -241,8 +239,8 @@ def _take(
 def _total(
     chunk, partial_ptr, sums, ids_ptr, values_ptr, y_ptr, y_values_ptr, peers_ptr, taken_ptr, state_ptr,
     num_tokens, max_tokens, rank, experts, chunks, H, K, half_bytes, values_at, flags_at,
-    SUMS: tl.constexpr, WORLD: tl.constexpr, CHUNK: tl.constexpr, CHOICES: tl.constexpr, UNROLL: tl.constexpr,
-    BLOCK: tl.constexpr, LIMIT: tl.constexpr,
+    WORLD: tl.constexpr, CHUNK: tl.constexpr, CHOICES: tl.constexpr, UNROLL: tl.constexpr, BLOCK: tl.constexpr,
+    LIMIT: tl.constexpr,
 ):  # fmt: skip
     """A chunk of own tokens. partial (W·M, H), values (W·M, K), ids (T, K) → y (T, H), y_values (T, K)."""
     t, _ = _chunk(chunk, max_tokens, CHUNK)
@@ -258,7 +256,7 @@ def _total(
     flags = (tl.load(peers_ptr + rank) + flags_at).to(tl.pointer_type(tl.int32))
     senders = tl.zeros((CHUNK,), tl.int32)  # bit r: rank r has an expert of the token
     came = tl.load(state_ptr, volatile=True) == 0
-    spans = _spans(sums, own, here, SUMS, UNROLL)
+    spans = _spans(sums, own, here, UNROLL)
     for source in tl.static_range(WORLD):
         senders += tl.max((owner == source).to(tl.int32), 1) << source
         if source != rank:
@@ -272,7 +270,7 @@ def _total(
         tl.store(y_values_ptr + t[:, None] * K + k, values, mask=inside)
     for start in range(0, H, BLOCK):
         h = start + tl.arange(0, BLOCK)
-        share = _share(partial_ptr, sums, spans, own, here, h, H, SUMS, CHOICES, UNROLL)
+        share = _share(partial_ptr, sums, spans, own, here, h, H, CHOICES, UNROLL)
         acc = tl.zeros((CHUNK, BLOCK), tl.float32)
         for source in tl.static_range(WORLD):
             sends = (((senders >> source) & 1) > 0)[:, None] & (h < H)[None, :]
@@ -301,7 +299,7 @@ def to_experts_kernel(
             _push(
                 turn, (rank + 1 + role) % WORLD, x_ptr, x_stride, (None, None, None, None), ids_ptr, values_ptr,
                 peers_ptr, sent_ptr, state_ptr, num_tokens, max_tokens, rank, experts, chunks, H, K, half_bytes, ids_at,
-                values_at, flags_at, False, False, IDS, CHUNK, CHOICES, UNROLL, BLOCK, DELAY,
+                values_at, flags_at, False, IDS, CHUNK, CHOICES, UNROLL, BLOCK, DELAY,
             )  # fmt: skip
     else:
         chunk = turn - tl.where(role < WORLD, 0, lag)
@@ -319,12 +317,12 @@ def to_home_kernel(
     partial_ptr, weight_ptr, token_offsets_ptr, scatter_ptr, pair_ptr, local_ids_ptr, values_ptr, ids_ptr, y_ptr,
     y_values_ptr, peers_ptr, sent_ptr, taken_ptr, state_ptr, num_tokens, max_tokens, rank, experts, chunks, lag, pushes,
     reads, H, K, half_bytes, ids_at, values_at, flags_at,
-    SUMS: tl.constexpr, WORLD: tl.constexpr, CHUNK: tl.constexpr, CHOICES: tl.constexpr, UNROLL: tl.constexpr,
-    BLOCK: tl.constexpr, LIMIT: tl.constexpr, DELAY: tl.constexpr,
+    WORLD: tl.constexpr, CHUNK: tl.constexpr, CHOICES: tl.constexpr, UNROLL: tl.constexpr, BLOCK: tl.constexpr,
+    LIMIT: tl.constexpr, DELAY: tl.constexpr,
 ):  # fmt: skip
     """chunks + lag turns of programs: W - 1 push a chunk, one gives the totals of the chunk of lag turns ago.
 
-    partial (W·M, H); with SUMS rows (R, H) by expert, weight (W·M·K,) or None for ones, and the indices of a Dispatch.
+    partial (W·M, H); with the indices of a Dispatch rows (R, H) by expert, and weight (W·M·K,) or None for ones.
     """
     turn = tl.program_id(0) // WORLD
     role = tl.program_id(0) % WORLD
@@ -334,13 +332,13 @@ def to_home_kernel(
             _push(
                 turn, (rank + 1 + role) % WORLD, partial_ptr, H, sums, local_ids_ptr, values_ptr, peers_ptr, sent_ptr,
                 state_ptr, num_tokens, max_tokens, rank, experts, chunks, H, K, half_bytes, ids_at, values_at, flags_at,
-                True, SUMS, False, CHUNK, CHOICES, UNROLL, BLOCK, DELAY,
+                True, False, CHUNK, CHOICES, UNROLL, BLOCK, DELAY,
             )  # fmt: skip
     elif reads & (turn >= lag):
         _total(
             turn - lag, partial_ptr, sums, ids_ptr, values_ptr, y_ptr, y_values_ptr, peers_ptr, taken_ptr, state_ptr,
-            num_tokens, max_tokens, rank, experts, chunks, H, K, half_bytes, values_at, flags_at, SUMS, WORLD, CHUNK,
-            CHOICES, UNROLL, BLOCK, LIMIT,
+            num_tokens, max_tokens, rank, experts, chunks, H, K, half_bytes, values_at, flags_at, WORLD, CHUNK, CHOICES,
+            UNROLL, BLOCK, LIMIT,
         )  # fmt: skip
 
 

@@ -198,15 +198,13 @@ def rounds(tiles):
 
 @gluon.jit
 def operand_buffers(dtype: gl.constexpr, c: gl.constexpr):
-    """Shared memory for the stages of the rows and of the weights."""
-    w_shape: gl.constexpr = [c.BN, c.BK] if c.b_k_major else [c.BK, c.BN]
-    x_bufs = gl.allocate_shared_memory(
-        dtype, [c.stages * c.row_parts, c.rows, c.BK], gl.NVMMASharedLayout.get_default_for([c.rows, c.BK], dtype)
-    )
-    w_bufs = gl.allocate_shared_memory(
-        dtype, [c.stages] + w_shape, gl.NVMMASharedLayout.get_default_for(w_shape, dtype)
-    )
-    return x_bufs, w_bufs
+    """Shared memory for the stages of both operands, each in its own major."""
+    a_shape: gl.constexpr = [c.rows, c.BK] if c.a_k_major else [c.BK, c.rows]
+    b_shape: gl.constexpr = [c.BN, c.BK] if c.b_k_major else [c.BK, c.BN]
+    a_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(a_shape, dtype)
+    b_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(b_shape, dtype)
+    a_bufs = gl.allocate_shared_memory(dtype, [c.stages * c.row_parts] + a_shape, a_layout)
+    return a_bufs, gl.allocate_shared_memory(dtype, [c.stages] + b_shape, b_layout)
 
 
 @gluon.jit

@@ -85,15 +85,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        group: dist.ProcessGroup | None,
-        main_grad: Tensor | None,
-        rows: int,
-        keep: int,
-    ) -> Tensor:
+        ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, group: dist.ProcessGroup | None, main_grad: Tensor | None,
+        rows: int, keep: int,
+    ) -> Tensor:  # fmt: skip
         chunks = [slice(first, first + rows) for first in range(0, len(x), rows)]
         if not any(ctx.needs_input_grad[:2]):
             keep = 0

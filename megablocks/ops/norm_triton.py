@@ -3,8 +3,9 @@
 1. norm       a program normalizes ROWS rows, each wholly in registers; it stores the mean and r of each row. With a
               residual, it first adds to it what dropout keeps of x and its bias, and stores the sum
 2. backward   P programs loop over the tiles: dX of each row; per program the sum of dY · x̂ over its rows, and for
-              LayerNorm the sum of dY. partials_triton.py adds these in their order: no atomics. With a residual, the
-              sum's own gradient is added to dX, and dropout's gradient and its sum are made of that
+              LayerNorm the sum of dY. With a residual, the sum's own gradient is added to dX, and dropout's gradient
+              and its sum are made of that
+3. partials   the P programs' sums are added in their order: no atomics
 
 Memory traffic bounds both: forward moves 2·H elements per row, backward 3·H; with a residual 4·H and 5·H.
 """
@@ -20,7 +21,6 @@ from torch import Tensor
 
 from megablocks.ops.add_norm import ROUNDS, AddNormOptions
 from megablocks.ops.launch import cdiv, next_power_of_2, quick
-from megablocks.ops.partials_triton import add_partials_launch
 from megablocks.ops.routing.topk_triton import sum_products
 
 _PROGRAMS = 396  # three per multiprocessor of the largest Hopper; a constant, so that sums are the same on every GPU
@@ -142,6 +142,24 @@ def _norm_backward_kernel(
         tl.store(partial_ptr + H + h, tl.sum(d_x_bias, 0), mask=h < H)
 
 
+@quick
+@triton.jit(do_not_specialize=["programs"])
+def _add_partials_kernel(
+    partial_ptr, first_ptr, second_ptr, third_ptr, programs, N,
+    COUNT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    which = tl.program_id(1)
+    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((ROWS, BLOCK), tl.float32)
+    for start in range(0, programs, ROWS):
+        program = start + tl.arange(0, ROWS)
+        mask = (program < programs)[:, None] & (n < N)[None, :]
+        at = partial_ptr + (program * COUNT + which)[:, None].to(tl.int64) * N + n[None, :]
+        total += tl.load(at, mask=mask, other=0)
+    out_ptr = first_ptr if which == 0 else (second_ptr if which == 1 else third_ptr)
+    tl.store(out_ptr + n, tl.sum(total, 0), mask=n < N)
+
+
 def _sizes(hidden: int) -> dict[str, int]:
     block = max(next_power_of_2(hidden), 16)
     rows = max(_TILE // block, 1)
@@ -149,14 +167,9 @@ def _sizes(hidden: int) -> dict[str, int]:
 
 
 def add_norm_launch(
-    x: Tensor,
-    x_bias: Tensor | None,
-    residual: Tensor | None,
-    seed: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    options: AddNormOptions,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None]:
+    x: Tensor, x_bias: Tensor | None, residual: Tensor | None, seed: Tensor | None, weight: Tensor,
+    bias: Tensor | None, options: AddNormOptions,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None]:  # fmt: skip
     """Like `add_norm_ref`; one launch. Without a residual, y is the norm of x, and the sum is empty."""
     x, weight = x.contiguous(), weight.contiguous()
     x_bias, residual, bias = (None if t is None else t.contiguous() for t in (x_bias, residual, bias))
@@ -176,21 +189,23 @@ def add_norm_launch(
     return out, y, None if bias is None else mean, rstd, mask
 
 
-def add_norm_backward_launch(
-    d_out: Tensor | None,
-    dy: Tensor,
-    x: Tensor,
-    mask: Tensor | None,
-    weight: Tensor,
-    mean: Tensor | None,
-    rstd: Tensor,
-    has_x_bias: bool,
-    options: AddNormOptions,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor | None]:
-    """Like `add_norm_backward_ref`; two launches.
+def add_partials_launch(partial: Tensor) -> list[Tensor]:
+    """partial (programs, count, N) float32, contiguous, count at most 3 → its sums over the programs, count × (N,)."""
+    programs, count, width = partial.shape
+    sums = [torch.empty(width, dtype=torch.float32, device=partial.device) for _ in range(count)]
+    if width:
+        places = (sums * 3)[:3]
+        _add_partials_kernel[(cdiv(width, 16), count)](
+            partial, *places, programs, width, COUNT=count, ROWS=128, BLOCK=16
+        )
+    return sums
 
-    Without d_out: the gradients of the norm alone.
-    """
+
+def add_norm_backward_launch(
+    d_out: Tensor | None, dy: Tensor, x: Tensor, mask: Tensor | None, weight: Tensor, mean: Tensor | None,
+    rstd: Tensor, has_x_bias: bool, options: AddNormOptions,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor | None]:  # fmt: skip
+    """Like `add_norm_backward_ref`; two launches."""
     dy, x, weight = dy.contiguous(), x.contiguous(), weight.contiguous()
     d_out = None if d_out is None else d_out.contiguous()
     hidden = x.shape[-1]

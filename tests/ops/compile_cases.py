@@ -233,19 +233,13 @@ def adam() -> None:
             adam_triton.adam_launch(tables, torch.zeros(1, 8), torch.ones(()))
 
 
-@family("partials_triton", "_add_partials_kernel")
-def partials() -> None:
-    from megablocks.ops.partials_triton import add_partials_launch
+@family("norm_triton", "_norm_kernel", "_norm_backward_kernel", "_add_partials_kernel")
+def norm() -> None:
+    from megablocks.ops.add_norm import AddNormOptions
+    from megablocks.ops.norm_triton import add_norm_backward_launch, add_norm_launch, add_partials_launch
 
     for programs, count, width in product((1, 396), (1, 2, 3), (13, 768)):
         add_partials_launch(torch.zeros(programs, count, width))
-
-
-@family("norm_triton", "_norm_kernel", "_norm_backward_kernel")
-def norm() -> None:
-    from megablocks.ops.add_norm import AddNormOptions
-    from megablocks.ops.norm_triton import add_norm_backward_launch, add_norm_launch
-
     for dtype, hidden, centered in product(EVERY, (13, 64, 768, 4096, 16384), (False, True)):
         x, weight = torch.zeros(40, hidden, dtype=dtype), torch.zeros(hidden, dtype=dtype)
         alone, bias = AddNormOptions(0, 1e-5, 1.0), weight if centered else None

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megablocks.ops.add_norm import AddNormOptions, add_norm, norm_ref, wide_norm_backward
 from megablocks.ops.norm import norm
-from megablocks.ops.norm_triton import add_norm_backward_launch, add_norm_launch
+from megablocks.ops.norm_triton import add_norm_backward_launch, add_norm_launch, add_partials_launch
 from megablocks.testing.oracle import relative_error
 from megablocks.testing.poison import poisoned_empty
 
@@ -137,3 +137,15 @@ def test_N1_norms_equal_float64_on_a_gpu(
         assert relative_error(value, expected) <= max(2 * relative_error(of_torch_itself, expected), least)
     again = of_norm(*case, zero_centered)
     assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
+
+
+@pytest.mark.parametrize(("programs", "count", "width"), [(0, 1, 5), (1, 3, 40), (131, 2, 13), (396, 3, 768)])
+def test_partials_are_added_in_float32(programs: int, count: int, width: int) -> None:
+    partial = torch.randn(programs, count, width, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    with poisoned_empty():
+        sums = add_partials_launch(partial)
+    assert len(sums) == count and len({one.untyped_storage().data_ptr() for one in sums}) == count
+    for got, expected in zip(sums, partial.double().sum(0), strict=True):
+        assert got.dtype == torch.float32
+        assert relative_error(got, expected) < 1e-6 if programs else not got.any()
+    assert all(torch.equal(a, b) for a, b in zip(sums, add_partials_launch(partial), strict=True))

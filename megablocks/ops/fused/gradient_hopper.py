@@ -137,9 +137,7 @@ def _consumer(common, WG: gl.constexpr, c: gl.constexpr):
     at += WG * c.out_parts
     e, m0, end, n0 = hg.find_tile(gl.minimum(start, tiles - 1), ends, offsets_ptr, c)
     for tile in range(start, tiles, step):
-        row = m0
-        last = end
-        col = n0
+        row, last, col = m0, end, n0
         e, m0, end, n0 = hg.find_tile(gl.minimum(tile + step, tiles - 1), ends, offsets_ptr, c)
         r = row + gl.arange(0, c.rows, gl.SliceLayout(1, layout))
         pair = gl.load(pair_ptr + r, mask=r < last, other=0)
@@ -157,9 +155,7 @@ def _consumer(common, WG: gl.constexpr, c: gl.constexpr):
         for i in range(c.out_parts):
             dots += _finish(p0, at, kept, o_bufs.index(WG), outs, part_scale, row, last, col + i * c.out_cols, i > 0, c)
             at += 1
-            p0 = p1
-            p1 = p2
-            p2 = p3
+            p0, p1, p2 = p1, p2, p3
         tma.store_wait(0)
         mbarrier.arrive(free.index((at + c.ring - 1) % c.ring), count=1)
         mbarrier.arrive(epilogue_turn.index(1 - WG), count=1)
@@ -249,21 +245,9 @@ def down_gradient(
     dots = weight.new_zeros(weight.shape[0], c.n_tiles)  # unused pairs keep the zero
     box = [c.rows, c.out_cols]
     down_gradient_kernel[(multiprocessors(dy.device.index),)](
-        descriptor(w2, [1, c.BN, c.BK]),
-        descriptor(pre, box),
-        None if gate is None else descriptor(gate, box),
-        *with_tail(d_pre, box),
-        *with_tail(d_gate, box),
-        *with_tail(scaled, box),
-        dy,
-        dy.stride(0) // 8,
-        dispatch.gather,
-        weight,
-        dispatch.pair,
-        dots,
-        dispatch.expert_offsets,
-        experts,
-        c=c,
-        num_warps=4,
-    )
+        descriptor(w2, [1, c.BN, c.BK]), descriptor(pre, box), None if gate is None else descriptor(gate, box),
+        *with_tail(d_pre, box), *with_tail(d_gate, box), *with_tail(scaled, box),
+        dy, dy.stride(0) // 8, dispatch.gather, weight, dispatch.pair, dots, dispatch.expert_offsets, experts,
+        c=c, num_warps=4,
+    )  # fmt: skip
     return d_pre, d_gate, scaled, dots.view(-1) if c.n_tiles == 1 else dots.sum(1)

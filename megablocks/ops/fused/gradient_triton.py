@@ -22,8 +22,7 @@ from megablocks.ops.routing.dispatch import Dispatch
 @triton.jit
 def _mlp_gradient_kernel(
     d_act_ptr, pre_ptr, gate_ptr, weight_ptr, pair_ptr, offsets_ptr, d_pre_ptr, d_gate_ptr, scaled_ptr, d_weight_ptr,
-    experts, width,
-    NAME: tl.constexpr, EXACT: tl.constexpr, GATED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    experts, width, NAME: tl.constexpr, EXACT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     live = row < tl.load(offsets_ptr + experts)
@@ -37,7 +36,7 @@ def _mlp_gradient_kernel(
         d_act = tl.load(d_act_ptr + at, mask=mask, other=0).to(tl.float32)
         act, slope = unary(tl.load(pre_ptr + at, mask=mask, other=0).to(tl.float32), NAME, EXACT)
         d_scaled = d_act * scale
-        if GATED:
+        if gate_ptr is not None:
             tl.store(d_gate_ptr + at, (d_scaled * act).to(d_gate_ptr.dtype.element_ty), mask=mask)
             gate = tl.load(gate_ptr + at, mask=mask, other=0).to(tl.float32)
             act *= gate
@@ -64,7 +63,6 @@ def mlp_gradient_launch(
         _mlp_gradient_kernel[(cdiv(rows, per_program),)](
             d_act, pre, gate, weight, dispatch.pair, dispatch.expert_offsets, d_pre, d_gate, scaled, d_weight,
             dispatch.num_experts, inner,
-            NAME=activation.unary, EXACT=activation.exact, GATED=gate is not None,
-            ROWS=per_program, BLOCK=block, num_warps=4,
+            NAME=activation.unary, EXACT=activation.exact, ROWS=per_program, BLOCK=block, num_warps=4,
         )  # fmt: skip
     return d_pre, d_gate, scaled, d_weight

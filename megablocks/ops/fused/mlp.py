@@ -19,10 +19,10 @@ Saved for backward are x, pre, gate, weight and the indices: 2·T·H + 4·R·I b
 
 The matrices' gradients can instead be added to float32 buffers of the caller (`MainGrads`).
 
-On a CPU forward is `fused_mlp_ref`, and each product of backward is its op's reference. On Hopper forward is one kernel
-for pre, gate and act (up_hopper.py), the down product and `combine`. Backward begins with one kernel for d_pre, d_gate,
-s · act and d_weight, which never writes d_act, if that is faster (gradient_hopper.py). On other GPUs pre and gate are
-products and the activation is a pass; backward begins with a product and a pass over its rows (gradient_triton.py).
+Forward is `fused_up_op` for pre, gate and act, the down product and `combine`; on a CPU each op is its reference. On
+Hopper one kernel computes pre, gate and act (up_hopper.py). Backward begins with one kernel for d_pre, d_gate, s · act
+and d_weight, which never writes d_act, if that is faster (gradient_hopper.py). On other GPUs pre and gate are products
+and the activation is a pass; backward begins with a product and a pass over its rows (gradient_triton.py).
 Source: SonicMoE (arXiv 2512.14080), section 3.
 """
 
@@ -118,24 +118,6 @@ def fused_up_ref(
     return pre, gate, activation_ref(pre, gate, activation)
 
 
-def fused_mlp_ref(
-    x: Tensor, weight: Tensor, parameters: ExpertParameters, dispatch: Dispatch, activation: Activation,
-    in_order: bool = False,
-) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """x (T, H), weight (R,) → y (T, H), or with `in_order` the rows without a sum; pre and gate (R, I)."""
-    d, (w1, v1, w2, b1, c1, b2) = dispatch, parameters
-    pre, gate, act = fused_up_ref(x, w1, v1, b1, c1, d, activation)
-    rows = grouped_mm_ref(act, w2, d.expert_offsets, b2)
-    if in_order:
-        return rows, pre, gate
-    acc = torch.promote_types(x.dtype, torch.float32)
-    row = d.scatter[: d.expert_offsets[-1]]  # by token, in the order of its pairs
-    scale = weight.to(acc).index_select(0, d.pair.index_select(0, row))
-    slots = rows.index_select(0, row).to(acc) * scale.unsqueeze(1)
-    y = slots.new_zeros(x.shape).index_add_(0, d.gather.index_select(0, row), slots)
-    return y.to(x.dtype), pre, gate
-
-
 def mlp_gradient_ref(
     d_act: Tensor, pre: Tensor, gate: Tensor | None, weight: Tensor, dispatch: Dispatch, activation: Activation
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
@@ -219,15 +201,11 @@ def fused_mlp_op(
     options: Options, main_w1: Tensor | None = None, main_v1: Tensor | None = None, main_w2: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """y (T, H), and pre and gate (R, I) for backward: both empty with recompute, gate empty unless gated."""
-    parameters = _apart(parameters, activation)
-    w1, v1, w2, b1, c1, b2 = parameters
-    if not x.is_cuda:
-        y, pre, gate = fused_mlp_ref(x, weight, parameters, dispatch, activation, options.in_order)
-    else:
-        pre, gate, act = fused_up_op(x, w1, v1, b1, c1, dispatch, activation)
-        rows = grouped_mm_op(act, w2, dispatch.expert_offsets, b2)
-        del act
-        y = rows if options.in_order else combine_op(rows, weight, dispatch)
+    w1, v1, w2, b1, c1, b2 = _apart(parameters, activation)
+    pre, gate, act = fused_up_op(x, w1, v1, b1, c1, dispatch, activation)
+    rows = grouped_mm_op(act, w2, dispatch.expert_offsets, b2)
+    del act
+    y = rows if options.in_order else combine_op(rows, weight, dispatch)
     return (y, None, None) if options.recompute else (y, pre, gate)
 
 

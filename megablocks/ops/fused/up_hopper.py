@@ -51,10 +51,10 @@ _WIDE = Tile(64, 256, 4, pingpong=True, group_m=8, out_parts=4, out_buffers=2)
 
 
 @functools.lru_cache(1024)  # a look-up takes less time than a new plan
-def _plan(experts: int, inner: int, K: int, gated: bool, activation: Activation, biased: bool) -> _Plan:
+def _plan(experts: int, inner: int, K: int, gated: bool, activation: Activation) -> _Plan:
     return _Plan(
         **vars(_SHARED if gated else _WIDE), lanes=grouped.lanes_of(experts), N=inner, K=K, gather=True,
-        b_k_major=True, gated=gated, unary=activation.unary, exact=activation.exact, biased=biased,
+        b_k_major=True, gated=gated, unary=activation.unary, exact=activation.exact,
     )  # fmt: skip
 
 
@@ -70,13 +70,13 @@ def _finish(pre, gate, slot: gl.constexpr, bufs, outs, e, row, end, col, WG: gl.
     NAME: gl.constexpr = c.unary
     EXACT: gl.constexpr = c.exact
     j = gl.arange(0, c.out_cols, gl.SliceLayout(0, pre.type.layout))
-    if c.biased:
+    if b1_ptr is not None:
         pre += gl.load(b1_ptr + e * c.N + col + j, mask=col + j < c.N, other=0).to(gl.float32)[None, :]
     pre = pre.to(bufs.dtype)
     hg.store_rows(pre, slot, bufs, pre_desc, pre_tail, row, end, col, WG, c)
     act, _ = hg.unary(pre.to(gl.float32), NAME, EXACT)  # of the rounded value, as backward sees it
     if c.gated:
-        if c.biased:
+        if b1_ptr is not None:
             gate += gl.load(c1_ptr + e * c.N + col + j, mask=col + j < c.N, other=0).to(gl.float32)[None, :]
         gate = gate.to(bufs.dtype)
         hg.store_rows(gate, slot + 1, bufs, gate_desc, gate_tail, row, end, col, WG, c)
@@ -91,10 +91,7 @@ def _consumer(common, WG: gl.constexpr, c: gl.constexpr):
     phase = gl.to_tensor(0)
     e, m0, end, n0 = hg.find_tile(gl.minimum(start, tiles - 1), ends, offsets_ptr, c)
     for tile in range(start, tiles, step):
-        expert = e
-        row = m0
-        last = end
-        col = n0 // 2 if c.gated else n0
+        expert, row, last, col = e, m0, end, n0 // 2 if c.gated else n0
         e, m0, end, n0 = hg.find_tile(gl.minimum(tile + step, tiles - 1), ends, offsets_ptr, c)
         acc, it = hg.multiply(it, c.steps, x_bufs, w_bufs, full, empty, turn, phase, WG, c)
         if c.pingpong:
@@ -111,9 +108,7 @@ def _consumer(common, WG: gl.constexpr, c: gl.constexpr):
             # fit the instruction cache.
             for i in range(c.out_parts):
                 _finish(p0, p0, 0, o_bufs, outs, expert, row, last, col + i * c.out_cols, WG, c)
-                p0 = p1
-                p1 = p2
-                p2 = p3
+                p0, p1, p2 = p1, p2, p3
     tma.store_wait(0)
 
 
@@ -148,23 +143,13 @@ def up(
     rows = dispatch.num_rows
     pre, act = x.new_empty(rows, inner), x.new_empty(rows, inner)
     gate = None if v1 is None else x.new_empty(rows, inner)
-    c = _plan(experts, inner, hidden, v1 is not None, activation, b1 is not None)
+    c = _plan(experts, inner, hidden, v1 is not None, activation)
     box = [c.rows, c.out_cols]
     weight_box = [c.columns, c.BK]
     up_kernel[(multiprocessors(x.device.index),)](
         descriptor(w1.view(-1, hidden), weight_box),
         None if v1 is None else descriptor(v1.view(-1, hidden), weight_box),
-        *with_tail(pre, box),
-        *with_tail(gate, box),
-        *with_tail(act, box),
-        b1,
-        c1,
-        x,
-        x.stride(0) // 8,
-        dispatch.gather,
-        dispatch.expert_offsets,
-        experts,
-        c=c,
-        num_warps=4,
-    )
+        *with_tail(pre, box), *with_tail(gate, box), *with_tail(act, box), b1, c1,
+        x, x.stride(0) // 8, dispatch.gather, dispatch.expert_offsets, experts, c=c, num_warps=4,
+    )  # fmt: skip
     return pre, gate, act

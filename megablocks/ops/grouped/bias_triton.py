@@ -46,7 +46,7 @@ def _add_bias_kernel(
 @triton.jit
 def _expert_sum_kernel(
     rows_ptr, weight_ptr, out_ptr, offsets_ptr, gather_ptr, pair_ptr, N, row_stride,
-    GATHER: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     expert = tl.program_id(0)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -57,12 +57,12 @@ def _expert_sum_kernel(
         row = start + tl.arange(0, ROWS)
         live = row < end
         mask = live[:, None] & (n < N)[None, :]
-        if GATHER:
+        if gather_ptr is not None:
             pair = tl.load(pair_ptr + row, mask=live, other=0)
             weight = tl.load(weight_ptr + pair, mask=live, other=0).to(tl.float32)
             row = tl.load(gather_ptr + row, mask=live, other=0).to(tl.int64)
         value = tl.load(rows_ptr + row[:, None] * row_stride + n[None, :], mask=mask, other=0).to(tl.float32)
-        total += value * weight[:, None] if GATHER else value
+        total += value * weight[:, None] if gather_ptr is not None else value
     tl.store(out_ptr + expert.to(tl.int64) * N + n, tl.sum(total, 0), mask=n < N)
 
 
@@ -111,9 +111,8 @@ def expert_sum_launch(
     out = torch.empty(experts, width, dtype=torch.float32, device=rows.device)
     if out.numel():
         _expert_sum_kernel[(experts, cdiv(width, 64))](
-            rows, weight, out, offsets, gather, pair, width, rows.stride(0),
-            GATHER=gather is not None, ROWS=64, BLOCK=64, num_warps=4,
-        )  # fmt: skip
+            rows, weight, out, offsets, gather, pair, width, rows.stride(0), ROWS=64, BLOCK=64, num_warps=4
+        )
     return out
 
 

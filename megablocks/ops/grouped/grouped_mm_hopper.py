@@ -1,8 +1,8 @@
 """Ragged-M grouped GEMM on Hopper (Gluon, sm_90): the choice of the tile, the kernel and its launch.
 
     y[r] = x[row(r)] · w[e]                 x (R|S, K), w (E, K, N) of either major, offsets (E+1,)  → y (R, N)
-    y[r] = x[r] · w[e] + x2[r] · v[e]      `summed`: the steps of the second product, of K2, follow those of the first
-    y[r] = x[r] · w[e] + bias[e]           `biased`: added before the one rounding
+    y[r] = x[r] · w[e] + x2[r] · v[e]      with K2 > 0: the steps of the second product follow those of the first
+    y[r] = x[r] · w[e] + bias[e]           added before the one rounding
 
 Rows [offsets[e], offsets[e+1]) are expert e's; row(r) = r, or gather[r] if x's S rows are gathered. The grid is one
 program per multiprocessor. N, K and whether rows are gathered decide the tile. hopper_gluon.py describes the roles of a
@@ -37,9 +37,7 @@ class Plan(Tile):
     K: int = 0
     gather: bool = False
     b_k_major: bool = False
-    summed: bool = False
     K2: int = 0
-    biased: bool = False
     a_k_major: ClassVar[bool] = True
     flat: ClassVar[bool] = False  # w is (E·N, K), as up_hopper.py has it, whose gated tiles hold columns of two
 
@@ -97,14 +95,10 @@ def choose_m(N: int, K: int, gather: bool) -> Tile:
 
 
 @functools.lru_cache(1024)  # a look-up takes less time than a new plan
-def _plan(
-    tile: Tile | None, experts: int, N: int, K: int, gather: bool, b_k_major: bool, K2: int, biased: bool
-) -> Plan:
+def _plan(tile: Tile | None, experts: int, N: int, K: int, gather: bool, b_k_major: bool, K2: int) -> Plan:
     """K2: the second product's inner size, 0 without one."""
-    return Plan(
-        **vars(tile or choose_m(N, K + K2, gather)), lanes=lanes_of(experts), N=N, K=K, gather=gather,
-        b_k_major=b_k_major, summed=K2 > 0, K2=K2, biased=biased,
-    )  # fmt: skip
+    tile, lanes = tile or choose_m(N, K + K2, gather), lanes_of(experts)
+    return Plan(**vars(tile), lanes=lanes, N=N, K=K, gather=gather, b_k_major=b_k_major, K2=K2)
 
 
 def lanes_of(experts: int) -> int:
@@ -154,10 +148,7 @@ def _m_consumer(common, WG: gl.constexpr, c: gl.constexpr):
     phase = gl.to_tensor(0)
     e, m0, end, n0 = hg.find_tile(gl.minimum(start, tiles - 1), ends, offsets_ptr, c)
     for tile in range(start, tiles, step):
-        expert = e
-        row = m0
-        last = end
-        col = n0
+        expert, row, last, col = e, m0, end, n0
         e, m0, end, n0 = hg.find_tile(gl.minimum(tile + step, tiles - 1), ends, offsets_ptr, c)
         if not c.pingpong:
             row += WG * c.rows
@@ -168,7 +159,7 @@ def _m_consumer(common, WG: gl.constexpr, c: gl.constexpr):
         parts = hg.parts_of(acc, c)
         for i in gl.static_range(PARTS):
             part = parts[i]
-            if c.biased:
+            if bias_ptr is not None:
                 j = col + i * c.out_cols + gl.arange(0, c.out_cols, gl.SliceLayout(0, part.type.layout))
                 part += gl.load(bias_ptr + expert * c.N + j, mask=j < c.N, other=0).to(gl.float32)[None, :]
             hg.store_rows(part, i, y_bufs, y_desc, y_tail, row, last, col + i * c.out_cols, WG, c)
@@ -210,9 +201,7 @@ def m_producer(given, c: gl.constexpr):
         lanes = hg.gather_lanes(c)
         ids = hg.row_ids(gather_ptr, m0, end, lanes, c)
     for tile in range(start, tiles, step):
-        expert = e
-        row = m0
-        col = n0
+        expert, row, col = e, m0, n0
         if c.flat:
             # If a tile is wider than the rest of this expert's weights, rows of the next expert's weights are
             # multiplied too, and the store clips their columns.
@@ -229,7 +218,7 @@ def m_producer(given, c: gl.constexpr):
             mbarrier.wait(empty.index(s), ((it // c.stages) & 1) ^ 1)
             mbarrier.expect(bar, c.right_bytes if c.gather else c.left_bytes + c.right_bytes)
             w_buf = w_bufs.index(s)
-            if c.summed:
+            if c.K2 > 0:
                 if k < c.k_steps:
                     _load_w(w_desc, expert, k0, col, bar, w_buf, c)
                     _load_x(x_desc, row, k0, bar, x_bufs, s, c)
@@ -256,7 +245,7 @@ def ragged_m_kernel(
 ):  # fmt: skip
     """x_desc (R, K) in (rows, BK) boxes; w_desc (E, N, K) or (E, K, N); y_desc (R, N) and its ragged twin y_tail.
 
-    x2_desc, v_desc: as those without 2, with `summed`.
+    x2_desc, v_desc: the operands of the second product, or None.
     """
     x_bufs, w_bufs = hg.operand_buffers(w_desc.dtype, c)
     y_bufs = gl.allocate_shared_memory(y_desc.dtype, [2 * c.out_buffers, c.rows, c.out_cols], y_desc.layout)
@@ -286,25 +275,15 @@ def ragged_m(
     if rows == 0:
         return y
     k_major, gathered = not aligned(w, 2), gather is not None
-    c = _plan(tile, experts, N, K, gathered, k_major, 0 if x2 is None else x2.shape[1], bias is not None)
+    c = _plan(tile, experts, N, K, gathered, k_major, 0 if x2 is None else x2.shape[1])
     x_box, y_box = [c.rows, c.BK], [c.rows, c.out_cols]
 
     def weight(t: Tensor) -> Any:
         return descriptor(t.transpose(1, 2), [1, c.BN, c.BK]) if k_major else descriptor(t, [1, c.BK, c.BN])
 
     ragged_m_kernel[(multiprocessors(x.device.index),)](
-        None if gathered else descriptor(x, x_box),
-        weight(w),
-        None if x2 is None else descriptor(x2, x_box),
-        None if v is None else weight(v),
-        *with_tail(y, y_box),
-        None if bias is None else bias.contiguous(),
-        x if gathered else None,
-        x.stride(0) // 8 if gathered else 0,
-        gather,
-        offsets,
-        experts,
-        c=c,
-        num_warps=4,
-    )
+        None if gathered else descriptor(x, x_box), weight(w), None if x2 is None else descriptor(x2, x_box),
+        None if v is None else weight(v), *with_tail(y, y_box), None if bias is None else bias.contiguous(),
+        x if gathered else None, x.stride(0) // 8 if gathered else 0, gather, offsets, experts, c=c, num_warps=4,
+    )  # fmt: skip
     return y

@@ -143,10 +143,7 @@ def _consumer(common, WG: gl.constexpr, c: gl.constexpr):
     it = gl.to_tensor(0)
     e, first, end, m0, n0, slot = _find_block(0, tiles, list_ptr, c)
     for turn in range(turns):
-        expert = e
-        place = slot
-        row = m0 + WG * c.rows
-        col = n0
+        expert, place, row, col = e, slot, m0 + WG * c.rows, n0
         steps = (end - first + (c.BK - 1)) // c.BK
         e, first, end, m0, n0, slot = _find_block(turn + 1, tiles, list_ptr, c)
         # multiply checks whether there are steps. This check also keeps an expert's first and last row alive: Triton
@@ -182,12 +179,9 @@ def _k_producer(given, c: gl.constexpr):
         cols = gl.arange(0, c.BN, gl.SliceLayout(0, lanes))
         ids = gl.load(gather_ptr + (first + i), mask=first + i < end, other=0)
     for turn in range(turns):
-        k0 = first
-        k1 = end
+        k0, k1, row, col = first, end, m0, n0
         # Not range(k0, k1, BK): the comment in the consumer holds for the bounds of this loop too.
         steps = (k1 - k0 + (c.BK - 1)) // c.BK
-        row = m0
-        col = n0
         _, first, end, m0, n0, _ = _find_block(turn + 1, tiles, list_ptr, c)
         if c.gather:
             next_ids = gl.load(gather_ptr + (first + i), mask=first + i < end, other=0)
@@ -227,11 +221,7 @@ def ragged_k_kernel(
 
     sums_ptr: (slots, M, N) float32. list_ptr: of `list_launch`.
     """
-    dtype: gl.constexpr = a_desc.dtype
-    a_bufs = gl.allocate_shared_memory(dtype, [c.stages * 2, c.BK, c.rows], a_desc.layout)
-    b_bufs = gl.allocate_shared_memory(
-        dtype, [c.stages, c.BK, c.BN], gl.NVMMASharedLayout.get_default_for([c.BK, c.BN], dtype)
-    )
+    a_bufs, b_bufs = hg.operand_buffers(a_desc.dtype, c)
     if c.add:
         o_bufs: gl.constexpr = None
     else:
@@ -269,17 +259,9 @@ def ragged_k(
     items = list_launch(offsets, longest, slots)
     sums = torch.empty(slots, M, N, dtype=torch.float32, device=a.device)
     ragged_k_kernel[(programs,)](
-        *with_tail(a, [c.BK, c.rows]),
-        *with_tail(None if c.gather else b, [c.BK, c.BN]),
-        None if add else descriptor(o, [1, c.rows, c.out_cols]),
-        o if add else None,
-        sums,
-        b if c.gather else None,
-        b.stride(0) // 8 if c.gather else 0,
-        gather,
-        items,
-        c=c,
-        num_warps=4,
-    )
+        *with_tail(a, [c.BK, c.rows]), *with_tail(None if c.gather else b, [c.BK, c.BN]),
+        None if add else descriptor(o, [1, c.rows, c.out_cols]), o if add else None, sums,
+        b if c.gather else None, b.stride(0) // 8 if c.gather else 0, gather, items, c=c, num_warps=4,
+    )  # fmt: skip
     add_launch(sums, items, experts + slots, o, add, 4 * programs)
     return o

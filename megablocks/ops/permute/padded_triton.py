@@ -42,12 +42,12 @@ def _start(ends_ptr, e, E):
 @triton.jit(do_not_specialize=["num_rows", "num_pairs", "capacity"])
 def _pad_kernel(
     ends_ptr, padded_ends_ptr, gather_ptr, scatter_ptr, pair_ptr, gather_out_ptr, scatter_out_ptr, pair_out_ptr,
-    num_rows, num_pairs, E, capacity, BINNED: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
+    num_rows, num_pairs, E, capacity, STEPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
 
     # padded row i of expert e is its row p without padding
-    if BINNED:
+    if padded_ends_ptr is None:  # bins
         e = i // capacity
         start = e * capacity
     else:
@@ -65,7 +65,7 @@ def _pad_kernel(
     p = tl.load(scatter_ptr + i, mask=live, other=0)
     e = _bin_of(ends_ptr, p, E, STEPS)
     place = p - _start(ends_ptr, e, E)
-    if BINNED:
+    if padded_ends_ptr is None:  # bins
         row = e * capacity + place
         end = row - place + capacity
     else:
@@ -82,7 +82,6 @@ def pad_launch(d: Dispatch, padded_ends: Tensor | None, capacity: int, num_rows:
     if num_rows or num_pairs:
         _pad_kernel[(cdiv(max(num_rows, num_pairs), _BLOCK),)](
             d.expert_offsets[1:], padded_ends, d.gather, d.scatter, d.pair, gather, scatter, pair,
-            num_rows, num_pairs, num_experts, max(capacity, 1),
-            BINNED=padded_ends is None, STEPS=num_experts.bit_length(), BLOCK=_BLOCK,
+            num_rows, num_pairs, num_experts, max(capacity, 1), STEPS=num_experts.bit_length(), BLOCK=_BLOCK,
         )  # fmt: skip
     return gather, scatter, pair

@@ -103,7 +103,7 @@ def _expand_kernel(
 
 
 @triton.jit
-def _add_rows(acc, source, start, EARLY: tl.constexpr, HAS_WEIGHT: tl.constexpr, UNROLL: tl.constexpr):
+def _add_rows(acc, source, start, EARLY: tl.constexpr, UNROLL: tl.constexpr):
     """acc plus UNROLL rows of each token from its slot `start` on, their loads all in flight."""
     rows_ptr, weight_ptr, scatter_ptr, pair_ptr, t, first, last, num_tokens, per_token, dense, H, h = source
     for u in tl.static_range(UNROLL):
@@ -114,7 +114,7 @@ def _add_rows(acc, source, start, EARLY: tl.constexpr, HAS_WEIGHT: tl.constexpr,
         live = row >= 0
         at = row[:, None] * H + h[None, :]
         value = tl.load(rows_ptr + at, mask=live[:, None] & (h < H)[None, :], other=0).to(tl.float32)
-        if HAS_WEIGHT:
+        if weight_ptr is not None:
             pair = _pair_of(pair_ptr, first + start + u, row, live, dense)
             value *= tl.load(weight_ptr + pair, mask=live, other=0).to(tl.float32)[:, None]
         acc += value
@@ -125,32 +125,32 @@ def _add_rows(acc, source, start, EARLY: tl.constexpr, HAS_WEIGHT: tl.constexpr,
 @triton.jit(do_not_specialize=["num_tokens", "num_pairs", "per_token"])
 def _combine_kernel(
     rows_ptr, weight_ptr, y_ptr, token_offsets_ptr, scatter_ptr, pair_ptr, num_tokens, num_pairs, per_token, H,
-    HAS_WEIGHT: tl.constexpr, UNROLL: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+    UNROLL: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     t, first, last = _tokens(token_offsets_ptr, tl.program_id(0), num_tokens, TOKENS)
     h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     dense = tl.load(token_offsets_ptr + num_tokens) == num_pairs
     source = (rows_ptr, weight_ptr, scatter_ptr, pair_ptr, t, first, last, num_tokens, per_token, dense, H, h)
     acc = tl.zeros((TOKENS, BLOCK), tl.float32)
-    acc = _add_rows(acc, source, 0, True, HAS_WEIGHT, UNROLL)  # the first not in the loop, whose length is a wait
+    acc = _add_rows(acc, source, 0, True, UNROLL)  # the first not in the loop, whose length is a wait
     for start in range(UNROLL, tl.max(last - first, 0), UNROLL):
-        acc = _add_rows(acc, source, start, False, HAS_WEIGHT, UNROLL)
+        acc = _add_rows(acc, source, start, False, UNROLL)
     mask = (t < num_tokens)[:, None] & (h < H)[None, :]
     tl.store(y_ptr + t[:, None] * H + h[None, :], acc.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _fetch(source, row, slot, VALUE: tl.constexpr, REST: tl.constexpr):
-    """(pair, weight, values of the row or 0, those of its second block of REST features) of a slot."""
+def _fetch(source, row, slot, REST: tl.constexpr):
+    """(pair, weight, values of the row, those of its second block of REST features) of a slot. Values need rows."""
     rows_ptr, weight_ptr, pair_ptr, dense, H, h, g = source
     live = row >= 0
     pair = _pair_of(pair_ptr, slot, row, live, dense)
     weight = tl.load(weight_ptr + pair, mask=live, other=0).to(tl.float32)
-    if VALUE:
+    if rows_ptr is not None:
         value = tl.load(rows_ptr + row[:, None] * H + h[None, :], mask=live[:, None] & (h < H)[None, :], other=0)
     else:
         value = weight
-    if VALUE and REST > 0:
+    if rows_ptr is not None and REST > 0:
         rest = tl.load(rows_ptr + row[:, None] * H + g[None, :], mask=live[:, None] & (g < H)[None, :], other=0)
     else:
         rest = weight
@@ -158,10 +158,10 @@ def _fetch(source, row, slot, VALUE: tl.constexpr, REST: tl.constexpr):
 
 
 @triton.jit
-def _give(target, row, pair, weight, value, rest, WEIGHT_GRAD: tl.constexpr, REST: tl.constexpr):
+def _give(target, row, pair, weight, value, rest, REST: tl.constexpr):
     """Store drows and dweight of a slot."""
     drows_ptr, dweight_ptr, dy, dy_rest, H, h, g = target
-    if WEIGHT_GRAD:
+    if dweight_ptr is not None:
         dot = tl.sum(dy * value.to(tl.float32), 1)
         if REST > 0:
             dot += tl.sum(dy_rest * rest.to(tl.float32), 1)
@@ -179,8 +179,8 @@ def _give(target, row, pair, weight, value, rest, WEIGHT_GRAD: tl.constexpr, RES
 def _combine_backward_kernel(
     rows_ptr, weight_ptr, dy_ptr, drows_ptr, dweight_ptr, token_offsets_ptr, scatter_ptr, pair_ptr,
     num_tokens, num_rows, num_pairs, per_token, fill_programs, H, dy_stride,
-    WEIGHT_GRAD: tl.constexpr, PADDED: tl.constexpr, FILL: tl.constexpr,
-    TOKENS: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr, WHOLE: tl.constexpr, AHEAD: tl.constexpr,
+    PADDED: tl.constexpr, FILL: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr,
+    WHOLE: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0) - fill_programs
     if PADDED:
@@ -201,34 +201,34 @@ def _combine_backward_kernel(
             dy_rest = tl.load(dy_ptr + t[:, None] * dy_stride + g[None, :], mask=mask, other=0).to(tl.float32)
         source = (rows_ptr, weight_ptr, pair_ptr, dense, H, h, g)
         target = (drows_ptr, dweight_ptr, dy, dy_rest, H, h, g)
-        pair, weight, value, rest = _fetch(source, row, first, WEIGHT_GRAD, REST)
+        pair, weight, value, rest = _fetch(source, row, first, REST)
         if AHEAD:  # 0.92 instead of 0.84 of copy speed at 32768 × 4096, K = 8; narrower rows: 0.79 instead of 0.88
             for i in range(1, tl.max(last - first, 0)):
                 next_row = _row_of(scatter_ptr, first, last, i)
-                next_pair, next_weight, next_value, next_rest = _fetch(source, next_row, first + i, WEIGHT_GRAD, REST)
-                _give(target, row, pair, weight, value, rest, WEIGHT_GRAD, REST)
+                next_pair, next_weight, next_value, next_rest = _fetch(source, next_row, first + i, REST)
+                _give(target, row, pair, weight, value, rest, REST)
                 row, pair, weight, value, rest = next_row, next_pair, next_weight, next_value, next_rest
-            _give(target, row, pair, weight, value, rest, WEIGHT_GRAD, REST)
+            _give(target, row, pair, weight, value, rest, REST)
         else:
-            _give(target, row, pair, weight, value, rest, WEIGHT_GRAD, REST)
+            _give(target, row, pair, weight, value, rest, REST)
             for i in range(1, tl.max(last - first, 0)):
                 row = _row_of(scatter_ptr, first, last, i)
-                pair, weight, value, rest = _fetch(source, row, first + i, WEIGHT_GRAD, REST)
-                _give(target, row, pair, weight, value, rest, WEIGHT_GRAD, REST)
+                pair, weight, value, rest = _fetch(source, row, first + i, REST)
+                _give(target, row, pair, weight, value, rest, REST)
     else:
         for i in range(tl.max(last - first, 0)):
             row = _row_of(scatter_ptr, first, last, i)
             live = row >= 0
-            pair, weight, _, _ = _fetch((rows_ptr, weight_ptr, pair_ptr, dense, H, h, h), row, first + i, False, 0)
+            pair, weight, _, _ = _fetch((None, weight_ptr, pair_ptr, dense, H, h, h), row, first + i, 0)
             dot = tl.zeros((TOKENS, BLOCK), tl.float32)
             for start in range(0, H, BLOCK):
                 mask = live[:, None] & (start + h < H)[None, :]
                 part = tl.load(dy_ptr + t[:, None] * dy_stride + start + h[None, :], mask=mask, other=0).to(tl.float32)
                 at = row[:, None] * H + start + h[None, :]
-                if WEIGHT_GRAD:
+                if dweight_ptr is not None:
                     dot += part * tl.load(rows_ptr + at, mask=mask, other=0).to(tl.float32)
                 tl.store(drows_ptr + at, (part * weight[:, None]).to(drows_ptr.dtype.element_ty), mask=mask)
-            if WEIGHT_GRAD:
+            if dweight_ptr is not None:
                 tl.store(dweight_ptr + pair, tl.sum(dot, 1), mask=live)
 
 
@@ -287,8 +287,7 @@ def combine_launch(rows: Tensor, weight: Tensor | None, dispatch: Dispatch) -> T
     if y.numel():
         _combine_kernel[grid](
             rows, weight, y, dispatch.token_offsets, dispatch.scatter, dispatch.pair,
-            num_tokens, num_pairs, num_pairs // num_tokens, hidden,
-            HAS_WEIGHT=weight is not None, UNROLL=unroll, **blocks,
+            num_tokens, num_pairs, num_pairs // num_tokens, hidden, UNROLL=unroll, **blocks,
         )  # fmt: skip
     return y
 
@@ -310,8 +309,7 @@ def combine_backward_launch(
         _combine_backward_kernel[(programs,)](
             rows, weight, dy, d_rows, d_weight, dispatch.token_offsets, dispatch.scatter, dispatch.pair,
             num_tokens, num_rows, num_pairs, num_pairs // max(num_tokens, 1), fill, hidden, dy.stride(0),
-            WEIGHT_GRAD=rows is not None, PADDED=dispatch.padded, FILL=_FILL,
-            WHOLE=blocks["BLOCK"] + blocks["REST"] >= hidden, AHEAD=blocks["BLOCK"] > 1024 and num_pairs > num_tokens,
-            **blocks,
+            PADDED=dispatch.padded, FILL=_FILL, WHOLE=blocks["BLOCK"] + blocks["REST"] >= hidden,
+            AHEAD=blocks["BLOCK"] > 1024 and num_pairs > num_tokens, **blocks,
         )  # fmt: skip
     return d_rows, d_weight

@@ -155,19 +155,9 @@ def quantize_launch(x: Tensor, num_bits: int) -> tuple[Tensor, Tensor]:
     blocks = _blocks(num_bits, max(width, 1))
     if codes.numel():
         _quantize_kernel[(cdiv(rows, blocks["ROWS"]), cdiv(width, blocks["BLOCK"]))](
-            x,
-            codes,
-            scales,
-            rows,
-            width,
-            x.stride(0),
-            codes.shape[1],
-            scales.shape[1],
-            TINY=TINY,
-            SLACK=SLACK,
-            LARGEST=largest_scale(x.dtype),
-            **blocks,
-        )
+            x, codes, scales, rows, width, x.stride(0), codes.shape[1], scales.shape[1],
+            TINY=TINY, SLACK=SLACK, LARGEST=largest_scale(x.dtype), **blocks,
+        )  # fmt: skip
     return codes, scales
 
 

@@ -28,20 +28,18 @@ from megablocks.ops.library import custom_op, runs_triton
 
 
 def count_valid_ref(expert: Tensor, num_experts: int) -> Tensor:
-    """`count_valid` in plain torch."""
+    """Pairs of each expert: (R,) integer → (E,) int64. Ids outside [0, E) are not counted."""
     key = torch.where((expert >= 0) & (expert < num_experts), expert, num_experts).long()
     counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=expert.device)
     return counts.scatter_add_(0, key, torch.ones_like(key))[:num_experts].clone()
 
 
-@custom_op("megablocks::count_valid", fake=lambda a: a.expert.new_empty(a.num_experts, dtype=torch.int64))
-def count_valid(expert: Tensor, num_experts: int) -> Tensor:
-    """Pairs of each expert: (R,) integer → (E,) int64. Ids outside [0, E) are not counted."""
-    if runs_triton(expert) and expert.shape[0]:
-        from megablocks.ops.routing.dispatch_triton import count_launch
-
-        return count_launch(expert, num_experts)[:, :num_experts].sum(0)
-    return count_valid_ref(expert, num_experts)
+count_valid = custom_op(
+    "megablocks::count_valid",
+    fake=lambda a: a.expert.new_empty(a.num_experts, dtype=torch.int64),
+    kernel="megablocks.ops.routing.dispatch_triton:count_launch",
+    takes=lambda expert, num_experts: runs_triton(expert) and expert.shape[0] > 0,
+)(count_valid_ref)
 
 
 @dataclass(frozen=True)

@@ -112,13 +112,13 @@ def _place_kernel(
 
 
 def count_launch(expert: Tensor, num_experts: int) -> Tensor:
-    """expert (R,) → (chunks, E+1) int32: each chunk's pairs of each expert, and last those without; one launch."""
+    """Like `count_valid_ref`, for at least one pair; one launch, and a sum over the chunks."""
     expert, num_pairs = expert.contiguous(), expert.shape[0]
     chunks = cdiv(num_pairs, _CHUNK)
     counts = torch.empty(chunks, num_experts + 1, dtype=torch.int32, device=expert.device)
     bins = next_power_of_2(num_experts + 2)
     _count_kernel[(chunks,)](expert, counts, num_pairs, num_experts, CHUNK=_CHUNK, BINS=bins)
-    return counts
+    return counts[:, :num_experts].sum(0)
 
 
 def dispatch_launch(

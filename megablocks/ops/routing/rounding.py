@@ -74,11 +74,7 @@ def rank_order(values: Tensor, chosen: Tensor, padding_mask: Tensor | None) -> T
 
 
 def rounded_loads(
-    load: Tensor,
-    rule: str,
-    tile: int,
-    draw: Tensor | None = None,
-    up_odds: tuple[Tensor, Tensor] | None = None,
+    load: Tensor, rule: str, tile: int, draw: Tensor | None = None, up_odds: tuple[Tensor, Tensor] | None = None
 ) -> Tensor:
     """Loads (E,) int64 → multiples of `tile` (E,) int64.
 
@@ -136,13 +132,9 @@ def place_ref(kept: Tensor, num_pairs: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def rounded_router_ref(
-    logits: Tensor,
-    bias: Tensor | None,
-    padding_mask: Tensor | None,
-    draw: Tensor | None,
-    rounding: Rounding,
-    options: RouterOptions,
-) -> RoundedOutput:
+    logits: Tensor, bias: Tensor | None, padding_mask: Tensor | None, draw: Tensor | None,
+    rounding: Rounding, options: RouterOptions,
+) -> RoundedOutput:  # fmt: skip
     """`rounded_router_op` in plain torch, differentiable by autograd."""
     top, tile = router_ref(logits, bias, padding_mask, options), rounding.tile
     scores = router_scores(wide_logits(logits, padding_mask), options.sigmoid) * options.scaling

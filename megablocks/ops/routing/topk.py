@@ -149,11 +149,7 @@ def _gradients_of_kept(d_weight: Tensor, saved: RouterSaved, options: RouterOpti
 
 
 def router_backward_ref(
-    logits: Tensor,
-    padding_mask: Tensor | None,
-    saved: RouterSaved,
-    grads: RouterGradients,
-    options: RouterOptions,
+    logits: Tensor, padding_mask: Tensor | None, saved: RouterSaved, grads: RouterGradients, options: RouterOptions
 ) -> Tensor:
     """The gradient of the logits (T, E), in their dtype, contiguous."""
     wide = wide_logits(logits, padding_mask)

@@ -46,11 +46,11 @@ PADDING_KEY = tl.constexpr(-(2**31))
 
 
 @triton.jit
-def load_logits(logits_ptr, mask_ptr, t, e, num_tokens, E, MASKED: tl.constexpr):
+def load_logits(logits_ptr, mask_ptr, t, e, num_tokens, E):
     """(logits float32, 0 in padding; alive (TOKENS,), False for padding and past the end; inside (1, BLOCK))."""
     inside = (e < E)[None, :]
     alive = t < num_tokens
-    if MASKED:
+    if mask_ptr is not None:
         alive = alive & (tl.load(mask_ptr + t, mask=alive, other=0).to(tl.int32) == 0)
     at = t[:, None].to(tl.int64) * E + e[None, :]
     return tl.load(logits_ptr + at, mask=alive[:, None] & inside, other=0).to(tl.float32), alive, inside
@@ -132,11 +132,10 @@ def _route_kernel(
     logits_ptr, bias_ptr, mask_ptr, expert_ptr, token_ptr, weight_ptr, values_ptr, keys_ptr, partial_ptr, count_ptr,
     num_tokens, num_tiles, scaling,
     K: tl.constexpr, KPAD: tl.constexpr, SIGMOID: tl.constexpr, AFTER: tl.constexpr, NORM: tl.constexpr,
-    BIASED: tl.constexpr, MASKED: tl.constexpr, LOSSES: tl.constexpr,
-    TOKENS: tl.constexpr, BLOCK: tl.constexpr, E: tl.constexpr,
+    LOSSES: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
-    # a key has room for a 16-bit logit and its id
-    PACKED: tl.constexpr = not BIASED and logits_ptr.dtype.element_ty.primitive_bitwidth == 16 and BLOCK <= _ID + 1
+    BITS: tl.constexpr = logits_ptr.dtype.element_ty.primitive_bitwidth
+    PACKED: tl.constexpr = bias_ptr is None and BITS == 16 and BLOCK <= _ID + 1  # a key has room for logit and id
     e = tl.arange(0, BLOCK)
     k = tl.arange(0, KPAD)
     sums = tl.zeros((TOKENS, BLOCK), tl.float32)
@@ -146,7 +145,7 @@ def _route_kernel(
     living = tl.zeros((TOKENS,), tl.int32)
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         t = tile * TOKENS + tl.arange(0, TOKENS)
-        logits, alive, inside = load_logits(logits_ptr, mask_ptr, t, e, num_tokens, E, MASKED)
+        logits, alive, inside = load_logits(logits_ptr, mask_ptr, t, e, num_tokens, E)
         finite = tl.sum(logits - logits, 1) == 0.0  # of an infinity the difference is NaN
         broken += 1 - finite.to(tl.int32)
         living += alive.to(tl.int32)
@@ -166,8 +165,8 @@ def _route_kernel(
             lse = top + tl.log(total)
             squares += tl.where(alive, lse * lse, 0.0)
 
-        pick = scores if BIASED and not AFTER else logits
-        if BIASED:
+        pick = scores if bias_ptr is not None and not AFTER else logits
+        if bias_ptr is not None:
             pick += tl.load(bias_ptr + e, mask=e < E, other=0).to(tl.float32)[None, :]
         key = _keys(pick, inside)
         best = tl.zeros((TOKENS, KPAD), tl.int32)
@@ -262,11 +261,11 @@ def _route_backward_kernel(
     d_weight_ptr, d_sums_ptr, d_balance_ptr, d_z_ptr, out_ptr,
     num_tokens, E, scaling, balance_weight, z_weight,
     K: tl.constexpr, KPAD: tl.constexpr, SIGMOID: tl.constexpr, AFTER: tl.constexpr, NORM: tl.constexpr,
-    MASKED: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     e = tl.arange(0, BLOCK)
     t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    logits, alive, inside = load_logits(logits_ptr, mask_ptr, t, e, num_tokens, E, MASKED)
+    logits, alive, inside = load_logits(logits_ptr, mask_ptr, t, e, num_tokens, E)
     exp, top, total = softmax_rows(logits, inside)
     soft = exp / total[:, None]
     scores = tl.where(inside, tl.sigmoid(logits), 0.0) if SIGMOID else soft
@@ -410,8 +409,8 @@ def score_launch(
     pairs = (out.expert, out.token, out.weight, None, None) if every is None else (None, None, None, *every)
     _route_kernel[(programs,)](
         logits, bias, padding_mask, *pairs, partial, count, num_tokens, tiles, options.scaling,
-        SIGMOID=options.sigmoid, AFTER=options.after, NORM=int(options.norm_p), BIASED=bias is not None,
-        MASKED=padding_mask is not None, LOSSES=losses, E=num_experts, num_warps=_WARPS, **sizes,
+        SIGMOID=options.sigmoid, AFTER=options.after, NORM=int(options.norm_p), LOSSES=losses, E=num_experts,
+        num_warps=_WARPS, **sizes,
     )  # fmt: skip
     _finish_kernel[(1,)](
         partial, count, out.sums, out.load, out.stats, out.balance, out.z, programs, num_experts,
@@ -442,8 +441,7 @@ def route_backward_launch(
         _route_backward_kernel[(cdiv(num_tokens, sizes["TOKENS"]),)](
             logits, padding_mask, *saved, d_weight, d_sums, d_balance, d_z, out,
             num_tokens, num_experts, options.scaling, options.balance_weight, options.z_weight,
-            SIGMOID=options.sigmoid, AFTER=options.after, NORM=int(options.norm_p), MASKED=padding_mask is not None,
-            **sizes,
+            SIGMOID=options.sigmoid, AFTER=options.after, NORM=int(options.norm_p), **sizes,
         )  # fmt: skip
     return out
 

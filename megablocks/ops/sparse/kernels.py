@@ -44,7 +44,7 @@ def _sdd_kernel(
     a_ptr, b_ptr, out_ptr, rows_ptr, cols_ptr, offsets_ptr, bias_ptr, pre_ptr, act_ptr, last, k_size,
     a_m, a_k, b_k, b_n,
     B: tl.constexpr, T: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
-    KIND: tl.constexpr, NAME: tl.constexpr, EXACT: tl.constexpr,
+    NAME: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     PARTS: tl.constexpr = B // T
     pid = tl.program_id(0)
@@ -67,13 +67,13 @@ def _sdd_kernel(
         a_at += K * a_k
         b_at += K * b_k
     at = block.to(tl.int64) * (B * B) + m[:, None] * B + n[None, :]
-    if KIND == "activate":
+    if act_ptr is not None:
         if bias_ptr is not None:
             acc += tl.load(bias_ptr + col + n).to(tl.float32)[None, :]
         # of the rounded value, as backward sees it
         value, _ = unary(acc.to(out_ptr.dtype.element_ty).to(tl.float32), NAME, EXACT)
         tl.store(act_ptr + at, value.to(act_ptr.dtype.element_ty))
-    elif KIND == "slope":
+    elif pre_ptr is not None:
         _, slope = unary(tl.load(pre_ptr + at).to(tl.float32), NAME, EXACT)
         acc *= slope
     tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty))
@@ -222,7 +222,7 @@ def sdd(a: Tensor, b: Tensor, blocks: Blocks, epilogue: Epilogue = NONE) -> Tens
         _sdd_kernel[(out.shape[0] * (blocks.block_size // settings["T"]) ** 2,)](
             a, b, out, blocks.row_indices, blocks.column_indices, blocks.offsets, e.bias, e.pre, e.act,
             blocks.offsets.shape[0] - 1, a.shape[1], *a.stride(), *b.stride(),
-            KIND=e.kind, NAME=e.activation.unary, EXACT=e.activation.exact, **settings,
+            NAME=e.activation.unary, EXACT=e.activation.exact, **settings,
         )  # fmt: skip
     return out
 

@@ -70,6 +70,11 @@ class Blocks(NamedTuple):
 _INDICES = Blocks._fields[:-2]  # the tensors
 
 
+def _index_shapes(n: int, rows: int, columns: int) -> tuple[tuple[int, ...], ...]:
+    """The shapes of `_INDICES` for room for n blocks, block rows and block columns."""
+    return (n,), (n,), (rows + 1,), (n,), (columns + 1,), (n,), (rows, 4), (columns, 4)
+
+
 @dataclass(frozen=True, eq=False)
 class Matrix:
     """A block-sparse matrix, or with data=None a pattern of blocks. `.t()` is a view.
@@ -94,9 +99,8 @@ class Matrix:
         for name, side in zip(("rows", "columns"), self.shape, strict=True):
             if side % size or not 0 <= side <= _MAX_SIDE:
                 raise ValueError(f"shape {tuple(self.shape)}: {name} must be a multiple of block_size={size}")
-        (block_rows, block_columns), n = self.stored_grid, self.num_blocks
-        shapes = (n,), (n,), (block_rows + 1,), (n,), (block_columns + 1,), (n,), (block_rows, 4), (block_columns, 4)
-        for name, shape in zip(_INDICES, shapes, strict=True):
+        n = self.num_blocks
+        for name, shape in zip(_INDICES, _index_shapes(n, *self.stored_grid), strict=True):
             t = getattr(self.blocks, name)
             if t.dtype != torch.int32 or tuple(t.shape) != shape or t.device != self.device:
                 raise ValueError(
@@ -318,12 +322,9 @@ def topology_ref(expert_offsets: Tensor, blocks_per_row: int, block_rows: int, b
 
 def empty_topology(expert_offsets: Tensor, blocks_per_row: int, block_rows: int) -> list[Tensor]:
     """Unset padded_offsets and tensors of `Blocks`."""
-    experts = expert_offsets.shape[0] - 1
-    n, columns = block_rows * blocks_per_row, experts * blocks_per_row
-    shapes: tuple[tuple[int, ...], ...] = (
-        (experts + 1,), (n,), (n,), (block_rows + 1,), (n,), (columns + 1,), (n,), (block_rows, 4), (columns, 4)
-    )  # fmt: skip
-    return [expert_offsets.new_empty(shape) for shape in shapes]
+    experts, n = expert_offsets.shape[0] - 1, block_rows * blocks_per_row
+    shapes = _index_shapes(n, block_rows, experts * blocks_per_row)
+    return [expert_offsets.new_empty(shape) for shape in ((experts + 1,), *shapes)]
 
 
 topology_op = custom_op(

@@ -46,11 +46,6 @@ class Epilogue:
     act: Tensor | None = None
     pre: Tensor | None = None
 
-    @property
-    def kind(self) -> str:
-        """What the kernels are compiled for: "activate", "slope" or "" for nothing."""
-        return "activate" if self.act is not None else "slope" if self.pre is not None else ""
-
 
 NONE = Epilogue()
 

@@ -52,10 +52,8 @@ class _Plan(Tile):
     sparse_left: bool = False
     by_column: bool = False
     run: int = 1
-    kind: str = ""
-    act: str = ""
+    unary: str = ""
     exact: bool = False
-    has_bias: bool = False
     gather: ClassVar[bool] = False
 
 
@@ -165,28 +163,28 @@ def _write(part, slot: gl.constexpr, bufs, desc, row, col, WG: gl.constexpr, c: 
 
 @gluon.jit
 def _store_part(part, i: gl.constexpr, bufs, outs, row, col, WG: gl.constexpr, c: gl.constexpr):
-    """Finish and write part i of a tile; outs: the result's descriptor, the activation's, bias or pre-activation."""
-    desc, act_desc, extra_ptr = outs
+    """Finish and write part i of a tile; outs: the result's descriptor, the activation's, bias and pre-activation."""
+    desc, act_desc, bias_ptr, pre_ptr = outs
     if not c.sparse_out:
         _write(part.to(bufs.dtype), i, bufs, desc, row, col + i * c.out_cols, WG, c)
     else:  # columns beyond 128 are the next block's: the next 128 rows of the values
         at: gl.constexpr = i * c.out_cols % 128
         row += i * c.out_cols // 128 * 128
         layout: gl.constexpr = part.type.layout
-        NAME: gl.constexpr = c.act
+        NAME: gl.constexpr = c.unary
         EXACT: gl.constexpr = c.exact
         j = gl.arange(0, c.out_cols, gl.SliceLayout(0, layout))
-        if c.kind == "activate":
-            if c.has_bias:
-                part += gl.load(extra_ptr + col + i * c.out_cols + j).to(gl.float32)[None, :]
+        if act_desc is not None:
+            if bias_ptr is not None:
+                part += gl.load(bias_ptr + col + i * c.out_cols + j).to(gl.float32)[None, :]
             pre = part.to(bufs.dtype)
             _write(pre, 2 * i, bufs, desc, row, at, WG, c)
             value, _ = hg.unary(pre.to(gl.float32), NAME, EXACT)  # of the rounded value, as backward sees it
             _write(value.to(bufs.dtype), 2 * i + 1, bufs, act_desc, row, at, WG, c)
         else:
-            if c.kind == "slope":
+            if pre_ptr is not None:
                 rows = (row + gl.arange(0, c.rows, gl.SliceLayout(1, layout))).to(gl.int64)
-                z = gl.load(extra_ptr + rows[:, None] * 128 + (at + j)[None, :])
+                z = gl.load(pre_ptr + rows[:, None] * 128 + (at + j)[None, :])
                 _, slope = hg.unary(z.to(gl.float32), NAME, EXACT)
                 part *= slope
             _write(part.to(bufs.dtype), i, bufs, desc, row, at, WG, c)
@@ -213,7 +211,7 @@ def _sdd_consumer(common, WG: gl.constexpr, c: gl.constexpr):
     for i in range(start, count, stride):
         block = hg.tile_of_round(i) * c.run
         col = 0
-        if c.has_bias:
+        if outs[2] is not None:
             col = gl.load(cols_ptr + block) * 128
         acc, it = hg.multiply(it, k_steps, a_bufs, b_bufs, full, empty, turn, phase, WG, c)
         phase ^= 1
@@ -272,7 +270,7 @@ def _spmm_consumer(common, WG: gl.constexpr, c: gl.constexpr):
         row, col = (line * 128, dense * c.BN) if c.sparse_left else (dense * c.BM, line * 128)
         acc, it = hg.multiply(it, steps, a_bufs, b_bufs, full, empty, turn, phase, WG, c)
         phase ^= 1
-        _store_tile(acc, o_bufs, (o_desc, o_desc, o_desc), row, col, WG, c)
+        _store_tile(acc, o_bufs, (o_desc, None, None, None), row, col, WG, c)
         i += 1
         line, steps, dense = announced(i, board)
         it += gl.maximum(steps, 0)
@@ -304,8 +302,7 @@ def _spmm_producer(given, work, c: gl.constexpr):
     next_block, next_other = _entry(gl.minimum(first, entries - 1), index_ptr, block_ptr, c)
     while tile < tiles:
         announce(i, line, (end - first) * STEPS, dense, board)
-        block = next_block
-        other = next_other
+        block, other = next_block, next_other
         next_block, next_other = _entry(gl.minimum(first1, entries - 1), index_ptr, block_ptr, c)
         tile2 = drawn(ticket, c)
         line2, first2, end2, dense2 = line_of(tile2, tiles, work_ptr, dense_tiles)
@@ -336,11 +333,8 @@ def _spmm_producer(given, work, c: gl.constexpr):
 
 
 @gluon.jit
-def _buffers(a_desc, b_desc, o_desc, c: gl.constexpr):
-    a_shape: gl.constexpr = [c.rows, c.BK] if c.a_k_major else [c.BK, c.rows]
-    b_shape: gl.constexpr = [c.BN, c.BK] if c.b_k_major else [c.BK, c.BN]
-    a_bufs = gl.allocate_shared_memory(a_desc.dtype, [c.stages * c.row_parts] + a_shape, a_desc.layout)
-    b_bufs = gl.allocate_shared_memory(b_desc.dtype, [c.stages] + b_shape, b_desc.layout)
+def _buffers(o_desc, c: gl.constexpr):
+    a_bufs, b_bufs = hg.operand_buffers(o_desc.dtype, c)
     o_bufs = gl.allocate_shared_memory(o_desc.dtype, [2 * c.out_buffers, c.rows, c.out_cols], o_desc.layout)
     full, empty, turn = hg.barriers(c)
     return a_bufs, b_bufs, o_bufs, full, empty, turn
@@ -349,15 +343,15 @@ def _buffers(a_desc, b_desc, o_desc, c: gl.constexpr):
 @quick
 @gluon.jit(do_not_specialize=["last", "k_steps"])
 def sdd_kernel(
-    a_desc, b_desc, o_desc, act_desc, extra_ptr, rows_ptr, cols_ptr, used_ptr, last, k_steps, c: gl.constexpr,
-    num_warps: gl.constexpr,
+    a_desc, b_desc, o_desc, act_desc, bias_ptr, pre_ptr, rows_ptr, cols_ptr, used_ptr, last, k_steps,
+    c: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """a_desc, b_desc: the dense operands in their own major; o_desc: (n·128, 128); used_ptr[last]: the used blocks.
 
-    act_desc, extra_ptr: what the epilogue writes beside the result and reads, Epilogue.act and .bias or .pre.
+    act_desc, bias_ptr, pre_ptr: what the epilogue writes beside the result and reads, or None.
     """
-    a_bufs, b_bufs, o_bufs, full, empty, turn = _buffers(a_desc, b_desc, o_desc, c)
-    outs = (o_desc, act_desc, extra_ptr)
+    a_bufs, b_bufs, o_bufs, full, empty, turn = _buffers(o_desc, c)
+    outs = (o_desc, act_desc, bias_ptr, pre_ptr)
     common = (a_bufs, b_bufs, o_bufs, full, empty, turn, outs, cols_ptr, used_ptr, last, k_steps)
     given = (a_bufs, b_bufs, full, empty, a_desc, b_desc, rows_ptr, cols_ptr, used_ptr, last, k_steps)
     gl.warp_specialize(
@@ -377,7 +371,7 @@ def spmm_kernel(
 
     counter_ptr: with c.by_column one int, zero before the launch.
     """
-    a_bufs, b_bufs, o_bufs, full, empty, turn = _buffers(a_desc, b_desc, o_desc, c)
+    a_bufs, b_bufs, o_bufs, full, empty, turn = _buffers(o_desc, c)
     board = make_board()
     common = (a_bufs, b_bufs, o_bufs, full, empty, turn, board, o_desc)
     given = (a_bufs, b_bufs, full, empty, board, a_desc, b_desc)
@@ -407,16 +401,15 @@ def sdd(a: Tensor, b: Tensor, blocks: Blocks, epilogue: Epilogue = NONE) -> Tens
     k, out, offsets = a.shape[1], empty_values(blocks, a), blocks.offsets
     if out.numel() == 0:
         return out
-    tile = choose_sdd(k, blocks.run)
-    more: dict[str, Any] = {"a_k_major": bool(k_major(a, 1)), "b_k_major": bool(k_major(b, 0))}
-    if epilogue.kind:
-        more |= {"kind": epilogue.kind, "act": epilogue.activation.unary, "exact": epilogue.activation.exact}
-    c = _Plan(**vars(tile), **more, sparse_out=True, run=tile.BN // BLOCK, has_bias=epilogue.bias is not None)
-    act = out if epilogue.act is None else epilogue.act
-    extra = next((t for t in (epilogue.bias, epilogue.pre) if t is not None), offsets)
+    tile, e = choose_sdd(k, blocks.run), epilogue
+    c = _Plan(
+        **vars(tile), a_k_major=bool(k_major(a, 1)), b_k_major=bool(k_major(b, 0)), sparse_out=True,
+        run=tile.BN // BLOCK, unary=e.activation.unary, exact=e.activation.exact,
+    )  # fmt: skip
+    act = None if e.act is None else descriptor(e.act.view(-1, BLOCK), [c.rows, c.out_cols])
     sdd_kernel[(multiprocessors(a.device.index),)](
-        *_operands(a, b, out.view(-1, BLOCK), c), descriptor(act.view(-1, BLOCK), [c.rows, c.out_cols]), extra,
-        blocks.row_indices, blocks.column_indices, offsets, offsets.shape[0] - 1, -(-k // c.BK), c=c, num_warps=4,
+        *_operands(a, b, out.view(-1, BLOCK), c), act, e.bias, e.pre, blocks.row_indices, blocks.column_indices,
+        offsets, offsets.shape[0] - 1, -(-k // c.BK), c=c, num_warps=4,
     )  # fmt: skip
     return out
 
