@@ -133,6 +133,21 @@ def test_normalizing_scores_that_underflowed_gives_no_nan(norm_p):
     assert logits.grad.isfinite().all()
 
 
+@pytest.mark.parametrize("norm_p", [0.5, 1.0, 2.0, 3.0, 8.0])
+def test_normalizing_scores_whose_powers_underflow(norm_p):
+    results = []
+    for dtype in (torch.float32, torch.float64):
+        logits = torch.tensor([[-36.0, -35.0, -37.0], [-6.0, -5.5, -7.0]], dtype=dtype, requires_grad=True)
+        _, weights = topk_weights(logits, 2, sigmoid=True, norm_p=norm_p)
+        weights[:, 0].sum().backward()
+        results.append((weights.detach().double(), logits.grad.double()))
+    scores = logits.detach().sigmoid()[:, [1, 0]]
+    expected = scores / scores.pow(norm_p).sum(1, keepdim=True) ** (1 / norm_p)
+    assert torch.allclose(results[1][0], expected, rtol=1e-4)  # the 1e-20 that avoids 0/0 counts here
+    for narrow, wide in zip(*results, strict=True):
+        assert torch.allclose(narrow, wide, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("k", [1, 2])
 def test_no_tokens(k):
     logits = torch.empty(0, 4, requires_grad=True)

@@ -107,6 +107,13 @@ def losses_ref(logits: Tensor, padding_mask: Tensor | None, load: Tensor, option
     )
 
 
+def _norm(weight: Tensor, p: float) -> Tensor:
+    """The p-norms (T, 1) of the rows of weight (T, K) ≥ 0."""
+    # over the row's largest weight: with p above 2 the powers of small weights underflow
+    largest = weight.detach().amax(1, keepdim=True).clamp(min=_TINY)
+    return largest * torch.linalg.vector_norm(weight / largest, ord=p, dim=1, keepdim=True)
+
+
 def router_ref(
     logits: Tensor, bias: Tensor | None, padding_mask: Tensor | None, options: RouterOptions
 ) -> RouterOutput:
@@ -124,7 +131,7 @@ def router_ref(
     if options.after:
         weight = weight.softmax(dim=1)
     if options.norm_p:
-        weight = weight / (torch.linalg.vector_norm(weight, ord=options.norm_p, dim=1, keepdim=True) + _TINY)
+        weight = weight / (_norm(weight, options.norm_p) + _TINY)
     expert = (ids if padding_mask is None else ids.masked_fill(padding_mask.unsqueeze(1), -1)).flatten().int()
     token = torch.arange(num_tokens, dtype=torch.int32, device=logits.device).repeat_interleave(top_k)
     load = count_valid_ref(expert, num_experts)
@@ -166,7 +173,7 @@ def router_backward_ref(
         grad = grad * options.scaling
         weight = wide.gather(1, ids).softmax(1) if options.after else scores.gather(1, ids)
         if options.norm_p:
-            norm = torch.linalg.vector_norm(weight, ord=options.norm_p, dim=1, keepdim=True)
+            norm = _norm(weight, options.norm_p)
             slope = torch.where((weight > 0) & (norm > 0), (weight / norm).pow(options.norm_p - 1), 0.0)
             norm = norm + _TINY
             grad = grad / norm - slope * (grad * weight).sum(1, keepdim=True) / norm.square()
