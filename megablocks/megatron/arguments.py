@@ -67,6 +67,10 @@ UNSUPPORTED = dict.fromkeys(_PARTS_LEFT_OUT, "must be left out; this driver pret
     "--megablocks-keep-checkpoints",
 }
 """Megatron's flags that this driver does not accept, and why."""
+UNSUPPORTED_BY_EXPERTS = (
+    "moe_use_upcycling", "expert_tensor_parallel_num_weight_shards", "save_tokens_per_expert_interval",
+)  # fmt: skip
+"""Megatron's flags that only its own experts read and that its config lacks; `model_config` refuses the others."""
 _WHOLE_MATRICES = ("muon", "dist_muon", "adaptive_muon", "soap")
 """Optimizers that treat each matrix as a whole."""
 WITHOUT_ENGINE = ("attention", "norm", "qkv_bias", "rope")
@@ -75,7 +79,6 @@ _NEEDED_BY = {
     "moe_router_bias_update_rate": "moe_router_enable_expert_bias",
     "moe_shared_expert_gate": "moe_shared_expert_intermediate_size",
     "moe_token_drop_policy": "moe_expert_capacity_factor",
-    PREFIX + "token_rounding_tile": PREFIX + "token_rounding",
 }
 """Flags that are read only with another one."""
 POSITIVE = {
@@ -480,9 +483,15 @@ def _check_layer(args: argparse.Namespace) -> None:
     layer = args.megablocks_layer
     if layer == "megatron" or args.spec is not None:
         return
+    for dest in UNSUPPORTED_BY_EXPERTS:
+        if value := getattr(args, dest, None):
+            refuse(dest, value, "must be left out, or use Megatron's own layer (--megablocks-layer megatron)")
     if args.optimizer in _WHOLE_MATRICES:
         why = "which would treat all experts of a rank as one matrix"
         refuse("optimizer", args.optimizer, f"must be adam, sgd or lion with our experts, {why}")
+    if layer != "experts" and args.moe_routing_trace_path:
+        rule = "must be left out, or use Megatron's own router (--megablocks-layer experts)"
+        refuse("moe_routing_trace_path", args.moe_routing_trace_path, rule)
     if layer != "experts" and args.moe_token_dispatcher_type == "allgather":  # given, because our default is another
         refuse("moe_token_dispatcher_type", "allgather", f"must be 'alltoall'; {OWN_EXCHANGE}")
     check_fields(args, dispatches=layer != "experts")
@@ -507,6 +516,9 @@ def _check_experts(args: argparse.Namespace, ranks: int) -> None:
     if isinstance(coefficients, list) and len(coefficients) != count:
         rule = f"must be one number for each of --moe-router-load-balancing-type, which has {count}"
         refuse("moe_aux_loss_coeff", coefficients, rule)
+    tile, rounding = PREFIX + "token_rounding_tile", PREFIX + "token_rounding"
+    if getattr(args, tile) is not None and getattr(args, rounding) is None:
+        refuse(tile, getattr(args, tile), f"needs {flag_of(rounding)}, which alone reads it")
     if args.megablocks_max_tokens is not None and args.seq_length and args.micro_batch_size:
         if args.megablocks_max_tokens < (tokens := _tokens_of_micro_batch(args)):
             rule = f"must be at least {tokens}, the tokens of a micro-batch on a rank"

@@ -45,10 +45,7 @@ _UNSUPPORTED: Table = {
     "moe_mlp_glu_interleave_size": ((None,), "gate and up-projection are two tensors"),
     "moe_single_grouped_weight": ((False,), f"each matrix of the experts is one parameter already, {_OF_ENGINE}"),
     "moe_single_grouped_bias": ((False,), f"each bias of the experts is one parameter already, {_OF_ENGINE}"),
-    **dict.fromkeys(
-        ("expert_tensor_parallel_num_weight_shards", "expert_gtp_weight_remat_size"),
-        ((1, None), f"each rank keeps its share of the experts whole, {_OF_ENGINE}"),
-    ),
+    "expert_gtp_weight_remat_size": ((1,), f"each rank keeps its share of the experts whole, {_OF_ENGINE}"),
     "moe_paged_stash": ((False,), "needs Megatron's flex dispatcher"),
     "moe_apply_probs_on_input": ((False, None), "weights multiply the experts' output"),
     "glu_linear_offset": ((0.0,), "not part of the supported activations"),
@@ -57,10 +54,8 @@ _UNSUPPORTED: Table = {
     "mtp_num_layers": ((None, 0), "multi-token prediction needs Megatron's own layer"),
     "cuda_graph_impl": (("none", "full_iteration"), "a graph of one layer would run without the guard's hooks"),
     "cuda_graph_modules": (([], "full"), "they belong to graphs of one layer"),
-    "moe_use_upcycling": ((False,), f"only Megatron's experts start from a dense MLP, {_OF_MEGATRON}"),
-    "save_tokens_per_expert_interval": ((None,), f"only Megatron's experts save these counts, {_OF_MEGATRON}"),
 }
-"""Fields and flags that our experts refuse."""
+"""Fields that our experts refuse."""
 OWN_EXCHANGE = "our layer exchanges the tokens itself; --megablocks-layer experts is our experts in Megatron's layer"
 """Why our layer reads nothing of Megatron's dispatchers."""
 _OF_DISPATCHERS = (
@@ -72,9 +67,8 @@ _OF_DISPATCHERS = (
 _DISPATCHER: Table = {
     "moe_token_dispatcher_type": (("alltoall", "allgather"), OWN_EXCHANGE),  # the latter is the config's default
     **{name: ((getattr(TransformerConfig, name),), OWN_EXCHANGE) for name in _OF_DISPATCHERS},
-    "moe_routing_trace_path": ((None,), "only Megatron's own router writes it (--megablocks-layer experts)"),
 }
-"""Fields and flags of Megatron's dispatchers and router, which only its own layer has, with their defaults."""
+"""Fields of Megatron's dispatchers, which only its own layer has, with their defaults."""
 _AS_SET = (*QUANTIZED, "mlp_impl", "router_type", "uniform_assignment", "token_rounding", "token_rounding_tile",
            "capacity_factor", "capacity_rule")  # fmt: skip
 """Fields of MoEConfig that are our settings of the same names."""

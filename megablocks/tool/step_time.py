@@ -197,8 +197,11 @@ def _of_one_gpu(m: Model) -> dict[str, float]:
     return parts
 
 
-def step_time(m: Model) -> StepTime | None:
-    """Return the time of a step, or None for unknown bounds: a GPU that `monitor.flops` does not know, or float32."""
+def step_time(m: Model, skew: float = 1.0) -> StepTime | None:
+    """Return the time of a step, or None for unknown bounds: a GPU that `monitor.flops` does not know, or float32.
+
+    skew: rows of the fullest expert-parallel rank over the mean of all ranks.
+    """
     parts = _of_one_gpu(m)
     if not parts:
         return None
@@ -212,6 +215,8 @@ def step_time(m: Model) -> StepTime | None:
     parts |= communication
     if m.gpus > 1:
         parts["waiting for other ranks"] = RANKS_MS
+    if skew > 1:
+        parts["waiting for the fullest rank"] = (skew - 1) * (parts.get("experts", 0.0) + exchange)
     if stages > 1:
         repeated = sum(ms for name, ms in parts.items() if name not in _ONCE)
         # The other stages wait for the last one, which has the same number of layers, and the loss.

@@ -261,7 +261,7 @@ def test_L2_unsupported_config_is_named(name: str, value: Any, words: str) -> No
 
 _READ = {
     "sizes and placement": """
-        expert_model_parallel_size expert_tensor_parallel_size
+        expert_model_parallel_size expert_tensor_parallel_size expert_tensor_parallel_num_weight_shards
         num_moe_experts moe_layer_freq moe_ffn_hidden_size
     """,
     "Megatron's router": """

@@ -659,11 +659,13 @@ def test_a_rank_updates_all_of_its_experts_where_no_other_has_them() -> None:
     assert memory.memory(m).parts["optimizer state"] == pytest.approx(state)
 
 
-def test_the_last_stage_is_waited_for() -> None:
+def test_the_fullest_rank_and_the_last_stage_are_waited_for() -> None:
     m = _with(FINE, gpus=8, expert_model_parallel_size=4, pipeline_model_parallel_size=2, global_batch_size=256)
-    time = step_time.step_time(m)
+    time = step_time.step_time(m, 1.5)
     assert time is not None
     parts = time.parts
+    busy = parts["experts"] + parts["communication: all-to-all of the experts"]
+    assert parts["waiting for the fullest rank"] == pytest.approx(busy / 2)
     assert parts["waiting for the last stage"] == parts["embedding and loss"]
     once = (
         "optimizer", "gradients", "communication: gradients over data-parallel ranks", "waiting for other ranks"
