@@ -43,8 +43,8 @@ class SaveError(CheckpointError):
 class Latest:
     """What `find_latest_complete` chose.
 
-    iteration: of the checkpoint to load, None if there is none. warnings: one line for each folder or pointer that was
-    ignored, and for a checkpoint without a marker.
+    iteration: of the checkpoint to load, or None.
+    warnings: one line for each folder or pointer that was ignored, and for a checkpoint without a marker.
     """
 
     iteration: int | None
