@@ -166,6 +166,9 @@ def grouped(*ops: str) -> Callable[[Result], Judged]:
         shares, peers = [], set()
         products = result["summary"]["products"]
         ran = {name for r in products for name in r["time_of_ours_over"] if name.startswith("quack")}
+        failed = next((why for name, why in result["gate"]["failures"].items() if "/quack" in name), None)
+        if failed and not ran:
+            raise NotMeasured(f"QuACK is installed but failed: {failed}")
         for shape, op in ((shape, op) for shape in PRODUCT_SHAPES for op in ops):
             over = over_peers(result, shape, op)
             if ran and not ran & set(over):

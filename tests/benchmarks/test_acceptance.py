@@ -125,6 +125,15 @@ def test_every_line_can_be_met(tmp_path):
     assert all(row.file == "peers_*.json" or (tmp_path / row.file).exists() for row in got.values())
 
 
+def test_quack_that_fails_is_not_replaced_by_an_easier_peer(tmp_path):
+    results = good()
+    without_quack(results["grouped_gemm"][0]["products"])
+    why = {"S1/up/quack-pp192": "ModuleNotFoundError: No module named 'cutlass'"}
+    write(tmp_path, results, {"gate": {"green": True, "red": [], "failures": why, "largest_error": 1e-3}})
+    row = rows(tmp_path)["grouped dX"]
+    assert row.verdict == "not run" and "No module named 'cutlass'" in row.measured
+
+
 def test_the_proofs_outside_the_table_exist():
     for what, where in acceptance.ELSEWHERE:
         assert (BENCHMARKS.parent / where.split(",")[0]).exists() and what in acceptance.table([])
