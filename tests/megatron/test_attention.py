@@ -91,20 +91,21 @@ def _norms() -> dict[str, float]:
             fields = (("normalization", kind), ("layernorm_zero_centered_gamma", zero_centered))
             config = harness.transformer_config(harness.Layout(model=fields))
             plain = harness.transformer_config(harness.Layout(model=fields[:1]))
-            theirs, ours = WrappedTorchNorm(plain, 32, 1e-5), Norm(config, 32, 1e-5)
+            theirs, ours = WrappedTorchNorm(plain, 32, 0.1), Norm(config, 32, 0.1)
+            x = torch.randn(3, 2, 32)
             with torch.no_grad():
+                new = [[module(x)] for module in (theirs, ours)]
                 for a, b in zip(theirs.parameters(), ours.parameters(), strict=True):
                     a.copy_(torch.randn(32))
                     b.copy_(a)
                 if zero_centered:
                     ours.weight.sub_(1)
-            x = torch.randn(3, 2, 32)
             results = []
-            for module in (theirs, ours):
+            for module, first in zip((theirs, ours), new, strict=True):
                 inputs = x.clone().requires_grad_()
                 y = module(inputs)
                 (y * y.detach().cos()).sum().backward()
-                results.append([y, inputs.grad, *(p.grad for p in module.parameters())])
+                results.append([*first, y, inputs.grad, *(p.grad for p in module.parameters())])
             key = f"{kind}{', zero-centred' if zero_centered else ''}"
             out[key] = max(float((a - b).norm() / b.norm()) for a, b in zip(results[1], results[0], strict=True))
     return out
