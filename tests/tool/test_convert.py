@@ -338,6 +338,7 @@ def test_damaged_files_are_named(source: Path, tmp_path: Path) -> None:
     whole = path.read_bytes()
     for content, what in (
         (whole[:-1], "bytes, but its header describes"),
+        (whole + b"\0", "bytes, but its header describes"),
         (whole[:100], "it ends within its header"),
         (struct.pack("<Q", 4) + b"{}}}", "no whole safetensors file"),
         (b"", "no whole safetensors file"),
@@ -351,6 +352,7 @@ def test_damaged_files_are_named(source: Path, tmp_path: Path) -> None:
         ([-160, 0], "not all of them sizes"),
         ([0.0, 160.0], "not all of them sizes"),
         ([8, 168], "starts at byte 8, but the tensor before it ends at 0"),
+        ([0, 168], "has 168 bytes, but another shape"),
     ):
         header = json.loads(whole[8 : 8 + size])
         header["model.embed_tokens.weight"]["data_offsets"] = offsets
