@@ -105,6 +105,9 @@ def test_D4_data_set_smaller_than_one_sample(folder, tmp_path):
     data.open_data(arguments(data_path=[prefix], split="80,20,0"))
     assert "set.bin: a split of 20 tokens" in refusal(arguments(data_path=[prefix], split="90,10,0"))
     data.open_data(arguments(data_path=[prefix], split="90,10,0", eval_iters=0))
+    data.open_data(arguments(data_prefix=str(folder), seq_length=tokens, eval_iters=0))
+    whole = arguments(data_path=[prefix], split="90,10,0", eval_iters=0, full_validation=True)
+    assert "set.bin: a split of 20 tokens" in refusal(whole)
 
 
 def test_D4_empty_shard_in_a_blend(tmp_path):

@@ -74,11 +74,14 @@ def test_every_text_decodes_to_itself(corpus, prepared):
     assert sorted(decoded(prepared)) == sorted(expected)
 
 
-def test_manifest_counts_and_entropies(prepared):
+def test_manifest_counts_and_entropies(corpus, prepared):
     manifest, lines = verify_folder(prepared)
     assert any("SHA-256 of 5 files" in line for line in lines)
     content = json.loads((prepared / "manifest.json").read_text())
     assert content["source"]["skipped"] == 1 and content["source"]["documents"] == 42  # the binary; not the empty file
+    raws = {path.relative_to(corpus).as_posix(): path.read_bytes() for path in corpus.rglob("[!.]*") if path.is_file()}
+    keyed = (key.encode() + b"\0" + hashlib.sha256(raw).digest() for key, raw in sorted(raws.items()) if raw)
+    assert content["source"]["sha256"] == hashlib.sha256(b"".join(keyed)).hexdigest()
     assert sum(counts["documents"] for counts in manifest.splits.values()) == 41
     valid = np.concatenate(documents(prepared, "valid")).astype(np.int64)
     train = np.concatenate(documents(prepared, "train")).astype(np.int64)
@@ -370,6 +373,7 @@ def test_a_folder_that_cannot_be_read_is_an_error(tmp_path, monkeypatch, capsys)
     for name in ("a.txt", "b.txt", "inner/c.txt", ".hidden/d.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
+    (tmp_path / "link.txt").symlink_to(tmp_path / "a.txt")  # which is read under its own name
     source, scandir = sources.open_source(str(tmp_path), "text"), os.scandir
     refused = {".hidden"}
 
@@ -400,12 +404,23 @@ def test_two_documents_of_one_name_are_refused_with_a_way_out(tmp_path, capsys):
 
 def test_patterns(corpus, tmp_path):
     base = ["--input", str(corpus), "--out", str(tmp_path / "set")]
-    chosen = ["--include", "*.py", "--exclude", "package1/*", "--max-document-bytes", "4000"]
+    limit = sorted(path.stat().st_size for path in (corpus / "package0").iterdir())[5]
+    chosen = ["--include", "*.py", "--exclude", "package1/*", "--max-document-bytes", str(limit)]
     args = prepare.parser().parse_args([*base, *chosen])
     prepare.check_options(args)
     keys = [entry.key for entry in prepare.make_plan(args).entries]
     assert keys and all(key.endswith(".py") and not key.startswith("package1") for key in keys)
-    assert all((corpus / key).stat().st_size <= 4000 for key in keys) and "empty.py" not in keys
+    assert max((corpus / key).stat().st_size for key in keys) == limit and "empty.py" not in keys
+
+
+def test_the_vocabulary_is_trained_without_what_is_held_out(corpus, tmp_path, monkeypatch):
+    args = prepare.parser().parse_args(["--input", str(corpus), "--out", str(tmp_path / "set")])
+    prepare.check_options(args)
+    plan, seen = prepare.make_plan(args), []
+    monkeypatch.setattr(prepare.tokenizers, "train_sentencepiece", lambda folder, texts, size: seen.extend(texts))
+    prepare._make_tokenizer(args, plan, tmp_path)
+    held_out = {(corpus / key).read_text("utf-8") for key in plan.valid if key.endswith(".py")}
+    assert held_out and not held_out & set(seen) and len(seen) == len(plan.entries) - len(plan.valid) - 1  # the binary
 
 
 def test_the_standard_library_is_the_default_corpus(tmp_path):
