@@ -434,13 +434,23 @@ def test_the_standard_library_is_the_default_corpus(tmp_path):
     assert sum(entry.size for entry in plan.entries) > 5e6 and 10 <= len(plan.valid) <= 0.1 * len(keys)
 
 
-def test_given_sentencepiece_model(corpus, prepared, tmp_path):
+def test_given_sentencepiece_model(corpus, prepared, tmp_path, monkeypatch, capsys):
     out = tmp_path / "set"
     model = str(prepared / "tokenizer.model")
     assert main(["--input", str(corpus), "--out", str(out), "--tokenizer-model", model, "--workers", "1"]) == 0
     assert read_manifest(out).fingerprint == read_manifest(prepared).fingerprint
     line = refused("--input", corpus, "--out", tmp_path / "b", "--tokenizer-model", corpus / "latin.txt")
     assert "must be a SentencePiece model file" in line
+    binary = tmp_path / "binary"
+    binary.mkdir()
+    for name in ("a", "b"):
+        (binary / name).write_bytes(b"\0")
+    assert main(["--input", str(binary), "--out", str(tmp_path / "c"), "--tokenizer-model", model]) == 2
+    assert "train.bin: no tokens: all documents of this split are empty or no text" in capsys.readouterr().err
+    processor = pytest.importorskip("sentencepiece").SentencePieceProcessor
+    monkeypatch.setattr(processor, "eos_id", lambda self: -1)
+    assert main(["--input", str(corpus), "--out", str(tmp_path / "c"), "--tokenizer-model", model]) == 2
+    assert "--tokenizer-model: must have an end-of-sentence piece" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")
@@ -474,6 +484,13 @@ def test_gpt2_and_hugging_face(corpus, gpt2_files, tmp_path):
     assert {bytes(ids) for split in ("train", "valid") for ids in documents(gpt2, split)} == expected
     ids_of = load_tokenizer(gpt2, TokenizerSpec(manifest.tokenizer_type, "tokenizer", len(vocabulary), manifest.eod))
     assert ids_of("") == []
+    saved = library.Tokenizer.from_file(str(gpt2 / "tokenizer/tokenizer.json"))
+    saved.post_processor = library.processors.TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", manifest.eod)]
+    )
+    saved.save(str(gpt2 / "tokenizer/tokenizer.json"))  # as Llama's, which begins each text with a token
+    ids_of = load_tokenizer(gpt2, TokenizerSpec(manifest.tokenizer_type, "tokenizer", len(vocabulary), manifest.eod))
+    assert ids_of("def") == bpe.encode("def").ids
     offline = {**os.environ, "HF_HUB_OFFLINE": "1"}
     line = refused(*base, tmp_path / "x", "--tokenizer", "hf", "--tokenizer-model", corpus, env=offline)
     assert "must be the folder of a Hugging Face tokenizer" in line
