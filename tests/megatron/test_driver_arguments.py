@@ -101,6 +101,7 @@ def test_defaults_fit_the_machine_and_what_is_given_stays(parser: argparse.Argum
     assert args.max_position_embeddings == 32 and not args.create_attention_mask_in_dataloader
     assert args.moe_router_pre_softmax, "after top-1 a softmax would make every weight 1"
     assert not args.check_for_nan_in_loss_and_grad and not args.dist_ckpt_optim_fully_reshardable
+    assert args.num_workers == 0
     assert args.megablocks_automatic["distributed_backend"] == "gloo (no GPU)"
     args = parse(parser, "--num-workers", "2", "--rerun-mode", "validate_results", "--reset-attention-mask", base=MOE)
     assert args.num_workers == 2 and args.check_for_nan_in_loss_and_grad and args.create_attention_mask_in_dataloader
