@@ -282,8 +282,7 @@ def machine_defaults(args: argparse.Namespace) -> dict[str, tuple[Any, str]]:
         out["use_cpu_initialization"] = (True, "no GPU")
         out["num_workers"] = (0, "no GPU to keep busy")
         out[PREFIX + "fused_loss"] = (False, "no GPU")
-    if args.eval_interval is None:
-        out["eval_interval"] = (1000, "Megatron divides by it")
+    out["eval_interval"] = (1000, "Megatron divides by it")
     out["tensorboard_log_interval"] = (args.log_interval, "a point of every step would wait for the GPU")
     if args.use_distributed_optimizer:
         out["dist_ckpt_optim_fully_reshardable"] = (True, "checkpoints load on any number of processes")
@@ -302,7 +301,7 @@ def machine_defaults(args: argparse.Namespace) -> dict[str, tuple[Any, str]]:
     elif args.megablocks_attention == "sdpa" and not (args.reset_attention_mask or args.window_size):
         if args.context_parallel_size == 1:
             out["create_attention_mask_in_dataloader"] = (False, "attention is causal without a mask")
-    if args.seq_length is not None and args.max_position_embeddings is None:
+    if args.seq_length is not None:
         out["max_position_embeddings"] = (args.seq_length, "as seq_length")
     if args.megablocks_nonfinite_guard and "rerun_mode" not in args.megablocks_explicit:
         out["rerun_mode"] = ("disabled", "the non-finite guard stops first")

@@ -167,7 +167,6 @@ def clip_factor(norm: Tensor, limit: float) -> Tensor:
 @torch.no_grad()
 def _step(optimizer: Any, norm_of: _Norm) -> tuple[bool, Tensor | None, Any]:
     """Replaces `ChainedOptimizer.step`, and returns the norm as a () float32 tensor on the device."""
-    optimizer.grad_norms_by_group = {}
     if optimizer.prepare_grads():  # an overflow of fp16
         return False, None, None
     config, norm = optimizer.config, norm_of()

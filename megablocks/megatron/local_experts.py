@@ -89,12 +89,11 @@ class MegaBlocksExperts(MegatronModule):
         self, key: str, name: str, parameter: Tensor, sharded_offsets: tuple[tuple[int, int, int], ...]
     ) -> ShardedTensorFactory:
         """A factory for the sharded tensor of the parameter, and of optimizer state of the same shape."""
-        is_matrix, has_width = name in ("w1", "v1", "w2"), name != "b2"
-        layers = len(sharded_offsets)
-        offsets = [*sharded_offsets, (layers, self.ep_group.rank(), self.ep_group.size())]
-        if has_width:
-            offsets.append((layers + 1, self.tp_group.rank(), self.tp_group.size()))
-        replica = (0, 0 if has_width else self.tp_group.rank(), self.dp_group.rank())
+        is_matrix, layers = name in ("w1", "v1", "w2"), len(sharded_offsets)
+        experts = (layers, self.ep_group.rank(), self.ep_group.size())
+        # b2 has no width, but Megatron allows biases only where the width is not split.
+        width = (layers + 1, self.tp_group.rank(), self.tp_group.size())
+        offsets, replica = (*sharded_offsets, experts, width), (0, 0, self.dp_group.rank())
 
         @torch.no_grad()
         def build(key: str, tensor: Tensor, replica_id: Any, flattened_range: slice | None) -> dict[str, ShardedTensor]:

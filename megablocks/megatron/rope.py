@@ -28,16 +28,15 @@ def apply(
     cu_seqlens: Tensor | None = None,
     mscale: float = 1.0,
     cp_group: Any = None,
-    mla_rotary_interleaved: bool = False,
 ) -> Tensor:
     """Wraps Megatron's `apply_rotary_pos_emb`: t (S, B, N, D) and angles (S, 1, 1, R) → (S, B, N, D).
 
-    The original computes packed sequences, other shapes of angles, latent attention and fused embeddings.
+    The original computes packed sequences, other shapes of angles and fused embeddings. Latent attention calls it
+    without this wrapper.
     """
     settings = getattr(config, "megablocks", None)  # None: the environment selected it at installation
     wanted = settings is None or settings.rope == "fused"
-    plain = not (config.apply_rope_fusion or config.multi_latent_attention or mla_rotary_interleaved)
-    one_layout = cu_seqlens is None and t.dim() == 4 and not freqs.requires_grad
-    if wanted and plain and one_layout and freqs.shape[:-1] == (t.shape[0], 1, 1):
+    one_layout = cu_seqlens is None and t.dim() == 4 and freqs.shape[:-1] == (t.shape[0], 1, 1)
+    if wanted and one_layout and not config.apply_rope_fusion:
         return rope(t, freqs.reshape(len(freqs), -1), interleaved=config.rotary_interleaved, scale=mscale)
-    return original(t, freqs, config, cu_seqlens, mscale, cp_group, mla_rotary_interleaved)
+    return original(t, freqs, config, cu_seqlens, mscale, cp_group)

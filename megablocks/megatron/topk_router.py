@@ -62,7 +62,7 @@ class MegaBlocksRouter(TopKRouter):
         self.own_losses, self.dense_losses = self._sort_losses()
         ranks = self.tp_cp_group.size()
         balance = self.get_aux_loss_coeff("aux_loss") if "aux_loss" in self.own_losses else 0.0
-        self.z_weight = 0.0 if is_mtp_layer else (config.moe_z_loss_coeff or 0.0) / ranks  # Megatron's scales repeats
+        self.z_weight = (config.moe_z_loss_coeff or 0.0) / ranks
         # `route` returns the mean over the ranks of the group, but Megatron sums over them. If only the global loss is
         # on, any weight makes the sums differentiable.
         self.loss_config = self.moe_config.replace(
@@ -97,8 +97,6 @@ class MegaBlocksRouter(TopKRouter):
         if padding_mask is not None:
             padding_mask = padding_mask.reshape(-1)
         learning = self.training and torch.is_grad_enabled()  # false in the first pass of a recomputed layer
-        if not self.z_weight:
-            logits = self.apply_z_loss(logits, padding_mask=padding_mask)
         routing = route(
             logits,
             self.loss_config if learning else self.moe_config,
@@ -144,7 +142,7 @@ class MegaBlocksRouter(TopKRouter):
             "z_loss",
             loss / self.z_weight,
             self.layer_number,
-            self.config.num_layers + (self.config.mtp_num_layers or 0),
+            self.config.num_layers,
             avg_group=self.tp_dp_cp_group,
         )
         if self.calculate_per_token_loss:

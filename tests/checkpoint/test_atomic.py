@@ -25,16 +25,19 @@ def make(root: Path, iteration: int, complete: bool = True) -> Path:
 def test_K3_the_newest_complete_checkpoint_is_chosen_over_a_torn_one(tmp_path: Path) -> None:
     for iteration in (2, 4):
         make(tmp_path, iteration)
-    make(tmp_path, 6, complete=False)
+    for iteration in (3, 6):
+        make(tmp_path, iteration, complete=False)
     atomic.write_pointer(tmp_path, 4)
     latest = atomic.find_latest_complete(tmp_path)
     assert latest.iteration == 4
     assert latest.warnings == [f"{tmp_path}/iter_0000006: torn (no complete.json), ignored"]
     atomic.write_pointer(tmp_path, 6)  # Megatron writes its pointer before our marker
     assert atomic.find_latest_complete(tmp_path).iteration == 4
+    atomic.folder_of(tmp_path, 10**7).mkdir()
+    assert atomic.iterations(tmp_path) == [2, 3, 4, 6, 10**7]
 
 
-@pytest.mark.parametrize("text", ["", "garbage\n", "\x00\x00", "12 13", "-3", "999"])
+@pytest.mark.parametrize("text", ["", "garbage\n", "\x00\x00", "12 13", "-3", "999", "1" * 5000], ids=range(7))
 def test_K4_a_bad_pointer_falls_back_with_a_warning(tmp_path: Path, text: str) -> None:
     for iteration in (2, 4):
         make(tmp_path, iteration)
@@ -86,6 +89,8 @@ def test_K5_a_missing_short_or_changed_file_is_named(tmp_path: Path) -> None:
 
 def test_K5_every_file_is_in_some_rank_s_share(tmp_path: Path) -> None:
     folder = make(tmp_path, 4)
+    (folder / f".{atomic.MARKER}.17").touch()  # of a save that was killed while it wrote the marker
+    assert atomic.files_of(folder) == [".metadata", "__0_0.distcp", "deep/__1_0.distcp"]
     for name in atomic.files_of(folder):
         path = folder / name
         good = path.read_bytes()
@@ -128,8 +133,9 @@ def test_a_copy_under_a_name_of_no_iteration_is_verified(tmp_path: Path) -> None
     [
         "", "{", "[]", '{"format": 1, "iteration": 5, "files": {"a": {}}}', '{"format": 9}', "[" * 100_000,
         '{"format": 1, "iteration": 4, "files": {"a": {"bytes": 1e400, "sha256": ""}}}', "1" * 5000,
+        '{"format": 1, "iteration": 4, "files": {}}',
     ],
-    ids=range(8),
+    ids=range(9),
 )  # fmt: skip
 def test_K5_a_damaged_marker_is_named(tmp_path: Path, text: str) -> None:
     folder = make(tmp_path, 4)
@@ -154,17 +160,23 @@ def test_K6_a_marker_that_cannot_be_written_leaves_the_checkpoint_torn(
     monkeypatch.undo()
     assert sorted(p.name for p in folder.iterdir()) == [".metadata", "__0_0.distcp", "deep"]
     assert atomic.find_latest_complete(tmp_path).iteration == 2
+    synced: list[tuple[Path, bool]] = []
+    monkeypatch.setattr(atomic, "sync", lambda path: synced.append((path, (folder / atomic.MARKER).exists())))
+    atomic.mark_complete(folder, 4, hashes)
+    assert sorted(synced) == [(folder / name, False) for name in hashes], "the files are on disk before the marker"
 
 
 def test_K8_older_checkpoints_go_and_the_saved_the_torn_and_the_later_stay(tmp_path: Path) -> None:
     for iteration in (2, 4, 6, 8, 10):
         make(tmp_path, iteration, complete=iteration != 4)
+    linked = make(tmp_path / "kept", 1)
+    atomic.folder_of(tmp_path, 1).symlink_to(linked)
     atomic.prune(tmp_path, 8, 5)
-    assert atomic.iterations(tmp_path) == [2, 4, 6, 8, 10]
+    assert atomic.iterations(tmp_path) == [1, 2, 4, 6, 8, 10]
     atomic.prune(tmp_path, 8, 2)
-    assert atomic.iterations(tmp_path) == [4, 6, 8, 10]
+    assert atomic.iterations(tmp_path) == [1, 4, 6, 8, 10]
     atomic.prune(tmp_path, 8, 1)
-    assert atomic.iterations(tmp_path) == [4, 8, 10]
+    assert atomic.iterations(tmp_path) == [1, 4, 8, 10] and (linked / atomic.MARKER).exists()
     atomic.verify(atomic.folder_of(tmp_path, 8))
 
 
@@ -177,9 +189,12 @@ def test_K8_a_removal_that_is_interrupted_leaves_a_torn_checkpoint(
     def interrupted(folder: Path) -> None:
         raise OSError(5, "Input/output error")
 
+    synced: list[Path] = []
     monkeypatch.setattr("shutil.rmtree", interrupted)
+    monkeypatch.setattr(atomic, "sync", synced.append)
     with pytest.raises(OSError, match="Input/output"):
         atomic.prune(tmp_path, 4, 1)
+    assert synced == [atomic.folder_of(tmp_path, 2)], "the marker is gone from the disk before the first file"
     monkeypatch.undo()
     assert atomic.find_latest_complete(tmp_path).iteration == 4
     (atomic.folder_of(tmp_path, 4) / atomic.MARKER).unlink()
@@ -193,6 +208,7 @@ def test_K3_room_is_made_for_a_save_and_a_complete_checkpoint_kept_until_it_is_r
     with atomic.room_for(tmp_path, 3):
         pass
     aside = whole.with_name(f"{whole.name}.replaced")
+    (aside / "of a save that was killed").mkdir(parents=True)
     with pytest.raises(KeyboardInterrupt), atomic.room_for(tmp_path, 4):
         assert (aside / atomic.MARKER).is_file() and not whole.exists()
         assert atomic.iterations(tmp_path) == []

@@ -5,7 +5,8 @@ import struct
 import numpy as np
 import pytest
 
-from megablocks.data.indexed import HEADER, DataError, IndexedWriter, check_dataset, read_index, token_dtype
+from megablocks.data import indexed
+from megablocks.data.indexed import HEADER, DataError, Index, IndexedWriter, check_dataset, read_index, token_dtype
 
 DOCUMENTS = [np.arange(5), np.array([7]), np.arange(100, 160), np.arange(3)]
 
@@ -129,7 +130,21 @@ def test_D3_negative_length(prefix):
     assert "set.idx: sequence 1 has the negative length -7" in refusal(prefix)
 
 
-def test_D3_token_beyond_the_vocabulary(prefix):
+def test_more_tokens_than_32_bits_count():
+    lengths = np.full(3, 2**31 - 1, dtype="<i4")
+    assert Index(np.dtype("uint16"), lengths, np.arange(4)).tokens == 3 * (2**31 - 1)
+    assert indexed._starts(lengths, 2).tolist() == [0, 2**32 - 2, 2**33 - 4]
+
+
+def test_the_tokens_are_on_disk_before_their_index(tmp_path, monkeypatch):
+    writer, synced = IndexedWriter(tmp_path / "set", np.dtype("uint16")), []
+    monkeypatch.setattr(indexed, "sync", lambda path: synced.append((path, (tmp_path / "set.idx").exists())))
+    writer.close()
+    assert synced == [(tmp_path / "set.bin", False)]
+
+
+def test_D3_token_beyond_the_vocabulary(prefix, monkeypatch):
+    monkeypatch.setattr(indexed, "_CHUNK", 64)
     assert "set.bin: token 65 has the id 159, must be in [0, 159)" in refusal(prefix, 159)
     assert check_dataset(prefix, 160).tokens == 69
 

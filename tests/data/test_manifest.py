@@ -1,5 +1,6 @@
 """What a prepared folder refuses to be: truncated, edited, changed, or pointing outside itself."""
 
+import dataclasses
 import json
 import os
 
@@ -85,6 +86,8 @@ def test_D5_fingerprint_of_bare_prefixes(folder):
     raw[2] ^= 1
     path.write_bytes(raw)
     assert prefix_fingerprint([reports[0], check_dataset(folder / "valid")]) != before
+    other = dataclasses.replace(reports[1], sha256={**reports[1].sha256, "valid.idx": "0" * 64})
+    assert prefix_fingerprint([reports[0], other]) != before
 
 
 def test_D6_no_manifest_no_data_set(folder):
@@ -104,6 +107,10 @@ def test_an_edited_manifest_is_refused(folder):
     path = folder / "manifest.json"
     path.write_text(path.read_text().replace('"eod": 1', '"eod": 2'))
     assert "do not match the checksum" in refusal(folder)
+    content = json.loads(path.read_text().replace('"eod": 2', '"eod": 1')) | {"fingerprint": "0" * 64}
+    content["checksum"] = _digest({key: value for key, value in content.items() if key != "checksum"})
+    path.write_text(json.dumps(content))
+    assert "do not match the checksum" in refusal(folder)
     path.write_text(json.dumps({"format": 99}))
     assert "format 99, must be 1" in refusal(folder)
     path.write_text("[]")
@@ -117,9 +124,11 @@ def test_an_edited_manifest_is_refused(folder):
 
 def test_counts_are_compared(folder):
     splits = json.loads((folder / "manifest.json").read_text())["splits"]
-    splits["train"]["tokens"] += 1
-    rewrite(folder, splits=splits)
-    assert "train.idx: tokens=" in refusal(folder) and ", but the manifest says" in refusal(folder)
+    for key in ("tokens", "documents"):
+        rewrite(folder, splits={**splits, "train": {**splits["train"], key: splits["train"][key] + 1}})
+        assert f"train.idx: {key}=" in refusal(folder) and ", but the manifest says" in refusal(folder)
+    rewrite(folder, splits=splits, dtype="int32")
+    assert "train.idx: dtype=uint16, but the manifest says int32" in refusal(folder)
 
 
 @pytest.mark.parametrize("name", ["../outside.bin", "/etc/passwd", "link.bin"])
@@ -128,6 +137,9 @@ def test_files_stay_inside_the_folder(folder, name):
     (folder / "link.bin").symlink_to(folder.parent / "outside.bin")
     files = json.loads((folder / "manifest.json").read_text())["files"]
     rewrite(folder, files={**files, name: {"bytes": 2, "sha256": "0" * 64}})
+    assert f"names the file {name!r}, which is outside the folder" in refusal(folder)
+    tokenizer = json.loads((folder / "manifest.json").read_text())["tokenizer"]
+    rewrite(folder, files=files, tokenizer={**tokenizer, "path": name})
     assert f"names the file {name!r}, which is outside the folder" in refusal(folder)
 
 

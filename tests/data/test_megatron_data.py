@@ -105,6 +105,21 @@ def test_D4_data_set_smaller_than_one_sample(folder, tmp_path):
     data.open_data(arguments(data_path=[prefix], split="80,20,0"))
     assert "set.bin: a split of 20 tokens" in refusal(arguments(data_path=[prefix], split="90,10,0"))
     data.open_data(arguments(data_path=[prefix], split="90,10,0", eval_iters=0))
+    data.open_data(arguments(data_prefix=str(folder), seq_length=tokens, eval_iters=0))
+    whole = arguments(data_path=[prefix], split="90,10,0", eval_iters=0, full_validation=True)
+    assert "set.bin: a split of 20 tokens" in refusal(whole)
+    ones = write(tmp_path / "ones", *[[1]] * 50)  # 0.58 * 50 is a little less than 29
+    data.open_data(arguments(data_path=[ones], split="58,42,0", seq_length=28, eval_iters=0))
+
+
+@pytest.mark.parametrize(
+    ("rank", "is_end", "ahead"), [(0, True, False), (0, False, True), (0, False, False), (1, True, True)]
+)
+def test_who_opens_the_data(monkeypatch, rank, is_end, ahead):
+    monkeypatch.setattr(data.parallel_state, "get_tensor_model_parallel_rank", lambda: rank)
+    monkeypatch.setattr(data, "is_first_or_last_pipeline_stage", lambda stage: is_end)
+    monkeypatch.setattr(data, "predicts_ahead", lambda stage: ahead)
+    assert data._is_read_here() == (rank == 0 and (is_end or ahead))
 
 
 def test_D4_empty_shard_in_a_blend(tmp_path):

@@ -74,11 +74,14 @@ def test_every_text_decodes_to_itself(corpus, prepared):
     assert sorted(decoded(prepared)) == sorted(expected)
 
 
-def test_manifest_counts_and_entropies(prepared):
+def test_manifest_counts_and_entropies(corpus, prepared):
     manifest, lines = verify_folder(prepared)
     assert any("SHA-256 of 5 files" in line for line in lines)
     content = json.loads((prepared / "manifest.json").read_text())
     assert content["source"]["skipped"] == 1 and content["source"]["documents"] == 42  # the binary; not the empty file
+    raws = {path.relative_to(corpus).as_posix(): path.read_bytes() for path in corpus.rglob("[!.]*") if path.is_file()}
+    keyed = (key.encode() + b"\0" + hashlib.sha256(raw).digest() for key, raw in sorted(raws.items()) if raw)
+    assert content["source"]["sha256"] == hashlib.sha256(b"".join(keyed)).hexdigest()
     assert sum(counts["documents"] for counts in manifest.splits.values()) == 41
     valid = np.concatenate(documents(prepared, "valid")).astype(np.int64)
     train = np.concatenate(documents(prepared, "train")).astype(np.int64)
@@ -370,6 +373,7 @@ def test_a_folder_that_cannot_be_read_is_an_error(tmp_path, monkeypatch, capsys)
     for name in ("a.txt", "b.txt", "inner/c.txt", ".hidden/d.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
+    (tmp_path / "link.txt").symlink_to(tmp_path / "a.txt")  # which is read under its own name
     source, scandir = sources.open_source(str(tmp_path), "text"), os.scandir
     refused = {".hidden"}
 
@@ -400,12 +404,23 @@ def test_two_documents_of_one_name_are_refused_with_a_way_out(tmp_path, capsys):
 
 def test_patterns(corpus, tmp_path):
     base = ["--input", str(corpus), "--out", str(tmp_path / "set")]
-    chosen = ["--include", "*.py", "--exclude", "package1/*", "--max-document-bytes", "4000"]
+    limit = sorted(path.stat().st_size for path in (corpus / "package0").iterdir())[5]
+    chosen = ["--include", "*.py", "--exclude", "package1/*", "--max-document-bytes", str(limit)]
     args = prepare.parser().parse_args([*base, *chosen])
     prepare.check_options(args)
     keys = [entry.key for entry in prepare.make_plan(args).entries]
     assert keys and all(key.endswith(".py") and not key.startswith("package1") for key in keys)
-    assert all((corpus / key).stat().st_size <= 4000 for key in keys) and "empty.py" not in keys
+    assert max((corpus / key).stat().st_size for key in keys) == limit and "empty.py" not in keys
+
+
+def test_the_vocabulary_is_trained_without_what_is_held_out(corpus, tmp_path, monkeypatch):
+    args = prepare.parser().parse_args(["--input", str(corpus), "--out", str(tmp_path / "set")])
+    prepare.check_options(args)
+    plan, seen = prepare.make_plan(args), []
+    monkeypatch.setattr(prepare.tokenizers, "train_sentencepiece", lambda folder, texts, size: seen.extend(texts))
+    prepare._make_tokenizer(args, plan, tmp_path)
+    held_out = {(corpus / key).read_text("utf-8") for key in plan.valid if key.endswith(".py")}
+    assert held_out and not held_out & set(seen) and len(seen) == len(plan.entries) - len(plan.valid) - 1  # the binary
 
 
 def test_the_standard_library_is_the_default_corpus(tmp_path):
@@ -419,13 +434,23 @@ def test_the_standard_library_is_the_default_corpus(tmp_path):
     assert sum(entry.size for entry in plan.entries) > 5e6 and 10 <= len(plan.valid) <= 0.1 * len(keys)
 
 
-def test_given_sentencepiece_model(corpus, prepared, tmp_path):
+def test_given_sentencepiece_model(corpus, prepared, tmp_path, monkeypatch, capsys):
     out = tmp_path / "set"
     model = str(prepared / "tokenizer.model")
     assert main(["--input", str(corpus), "--out", str(out), "--tokenizer-model", model, "--workers", "1"]) == 0
     assert read_manifest(out).fingerprint == read_manifest(prepared).fingerprint
     line = refused("--input", corpus, "--out", tmp_path / "b", "--tokenizer-model", corpus / "latin.txt")
     assert "must be a SentencePiece model file" in line
+    binary = tmp_path / "binary"
+    binary.mkdir()
+    for name in ("a", "b"):
+        (binary / name).write_bytes(b"\0")
+    assert main(["--input", str(binary), "--out", str(tmp_path / "c"), "--tokenizer-model", model]) == 2
+    assert "train.bin: no tokens: all documents of this split are empty or no text" in capsys.readouterr().err
+    processor = pytest.importorskip("sentencepiece").SentencePieceProcessor
+    monkeypatch.setattr(processor, "eos_id", lambda self: -1)
+    assert main(["--input", str(corpus), "--out", str(tmp_path / "c"), "--tokenizer-model", model]) == 2
+    assert "--tokenizer-model: must have an end-of-sentence piece" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")
@@ -459,6 +484,13 @@ def test_gpt2_and_hugging_face(corpus, gpt2_files, tmp_path):
     assert {bytes(ids) for split in ("train", "valid") for ids in documents(gpt2, split)} == expected
     ids_of = load_tokenizer(gpt2, TokenizerSpec(manifest.tokenizer_type, "tokenizer", len(vocabulary), manifest.eod))
     assert ids_of("") == []
+    saved = library.Tokenizer.from_file(str(gpt2 / "tokenizer/tokenizer.json"))
+    saved.post_processor = library.processors.TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", manifest.eod)]
+    )
+    saved.save(str(gpt2 / "tokenizer/tokenizer.json"))  # as Llama's, which begins each text with a token
+    ids_of = load_tokenizer(gpt2, TokenizerSpec(manifest.tokenizer_type, "tokenizer", len(vocabulary), manifest.eod))
+    assert ids_of("def") == bpe.encode("def").ids
     offline = {**os.environ, "HF_HUB_OFFLINE": "1"}
     line = refused(*base, tmp_path / "x", "--tokenizer", "hf", "--tokenizer-model", corpus, env=offline)
     assert "must be the folder of a Hugging Face tokenizer" in line

@@ -51,7 +51,34 @@ def _attentions() -> dict[str, float]:
         theirs = _attend(config, DotProductAttention, mask, mask_type, inputs, seq_q)
         ours = _attend(config, SDPAttention, mask, mask_type, inputs, seq_q)
         out[name] = max(float((a - b).norm() / b.norm()) for a, b in zip(ours, theirs, strict=True))
-    return out
+    return out | _alike(reset)
+
+
+def _alike(reset: torch.Tensor) -> dict[str, float]:
+    """Differences between two calls of ours that must be equal. reset: a mask of documents, causal."""
+    from megatron.core.transformer.enums import AttnMaskType
+
+    from megablocks.megatron.attention import SDPAttention
+
+    config = harness.transformer_config(harness.Layout(model=(("attention_dropout", 0.25),)))
+
+    def module(mask_type: AttnMaskType = AttnMaskType.causal, **options: Any) -> Any:
+        made = SDPAttention(config, 1, mask_type, **options)
+        return made.train("attention_dropout" in options)
+
+    q, k, v = (torch.randn(SEQ, BATCH, HEADS, DIM) for _ in range(3))
+    whole, padded = module()(q, k, v, None), AttnMaskType.padding_causal
+    between = reset & reset.transpose(2, 3)  # hides other documents, not later tokens
+    pairs = {
+        "three new tokens": (module()(q[-3:], k, v, None), whole[-3:]),
+        "padding and causal": (module()(q, k, v, between, attn_mask_type=padded), module()(q, k, v, reset)),
+        "type of the call": (
+            module()(q, k, v, None, attn_mask_type=AttnMaskType.no_mask), module(AttnMaskType.no_mask)(q, k, v, None)
+        ),
+        "given scale": (module(softmax_scale=0.5)(q, k, v, None), module()(q * 0.5 * DIM**0.5, k, v, None)),
+        "given dropout": (module(attention_dropout=0.0)(q, k, v, None), whole),
+    }  # fmt: skip
+    return {name: float((a - b).norm() / b.norm()) for name, (a, b) in pairs.items()}
 
 
 def _dropout() -> dict[str, Any]:
@@ -69,11 +96,16 @@ def _dropout() -> dict[str, Any]:
     before, tracked = torch.get_rng_state(), get_cuda_rng_tracker().get_states()["model-parallel-rng"].clone()
     weights = module(query, query, value, None)
     moved = not torch.equal(get_cuda_rng_tracker().get_states()["model-parallel-rng"], tracked)
+    untouched = torch.equal(torch.get_rng_state(), before)
+    config.sequence_parallel = True  # Megatron's block has taken the tracked generator
+    module(query, query, value, None)
+    in_block = not torch.equal(torch.get_rng_state(), before)
     module.eval()
     return {
         "dropped": float((weights == 0).float().mean()),
         "kept": float(weights.max()) * 64,
-        "default generator untouched": torch.equal(torch.get_rng_state(), before),
+        "default generator untouched": untouched,
+        "default generator inside a block": in_block,
         "tracked generator moved": moved,
         "evaluation": float((module(query, query, value, None) * 64 - 1).abs().max()),
     }
@@ -91,20 +123,21 @@ def _norms() -> dict[str, float]:
             fields = (("normalization", kind), ("layernorm_zero_centered_gamma", zero_centered))
             config = harness.transformer_config(harness.Layout(model=fields))
             plain = harness.transformer_config(harness.Layout(model=fields[:1]))
-            theirs, ours = WrappedTorchNorm(plain, 32, 1e-5), Norm(config, 32, 1e-5)
+            theirs, ours = WrappedTorchNorm(plain, 32, 0.1), Norm(config, 32, 0.1)
+            x = torch.randn(3, 2, 32)
             with torch.no_grad():
+                new = [[module(x)] for module in (theirs, ours)]
                 for a, b in zip(theirs.parameters(), ours.parameters(), strict=True):
                     a.copy_(torch.randn(32))
                     b.copy_(a)
                 if zero_centered:
                     ours.weight.sub_(1)
-            x = torch.randn(3, 2, 32)
             results = []
-            for module in (theirs, ours):
+            for module, first in zip((theirs, ours), new, strict=True):
                 inputs = x.clone().requires_grad_()
                 y = module(inputs)
                 (y * y.detach().cos()).sum().backward()
-                results.append([y, inputs.grad, *(p.grad for p in module.parameters())])
+                results.append([*first, y, inputs.grad, *(p.grad for p in module.parameters())])
             key = f"{kind}{', zero-centred' if zero_centered else ''}"
             out[key] = max(float((a - b).norm() / b.norm()) for a, b in zip(results[1], results[0], strict=True))
     return out
@@ -120,7 +153,7 @@ def measured() -> Any:
 
 
 def test_attention_equals_megatrons(measured: Any) -> None:
-    assert len(measured[0]) == 8
+    assert len(measured[0]) == 13
     assert {name: error for name, error in measured[0].items() if not error < 1e-5} == {}
 
 
@@ -129,6 +162,7 @@ def test_attention_dropout_uses_the_tensor_parallel_generator(measured: Any) -> 
     assert seen["dropped"] == pytest.approx(0.25, abs=0.03)
     assert seen["kept"] == pytest.approx(1 / 0.75, rel=1e-5)
     assert seen["default generator untouched"] and seen["tracked generator moved"]
+    assert seen["default generator inside a block"]
     assert seen["evaluation"] < 1e-5
 
 

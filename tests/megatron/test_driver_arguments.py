@@ -54,7 +54,9 @@ def parse(parser: argparse.ArgumentParser, *flags: str, base: list[str] = BASE) 
     ],
 )
 def test_old_names_are_aliases(parser: argparse.ArgumentParser, old: str, dest: str, value: float | None) -> None:
-    assert getattr(parse(parser, *old.split()), dest) == pytest.approx(value)
+    args = parse(parser, *old.split())
+    assert getattr(args, dest) == pytest.approx(value)
+    assert dest in args.megablocks_explicit, "so that the flags of a checkpoint do not replace it"
 
 
 @pytest.mark.parametrize(
@@ -69,6 +71,28 @@ def test_old_expert_parallelism_spans_the_data_parallel_ranks(
     assert args.expert_model_parallel_size == size
 
 
+SPLIT = "--num-experts 8 --tensor-model-parallel-size 2 --global-batch-size 16"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--global-batch-size 12", "global_batch_size=12: must be a multiple of micro_batch_size=2 times the 4 data-"),
+        ("--num-experts 6 --moe-expert-model-parallelism", "num_experts=6: must be a multiple or a divisor of the 4"),
+        (SPLIT, "tensor_model_parallel_size=2: needs --sequence-parallel with experts"),
+        (f"{SPLIT} --sequence-parallel", None),
+        (f"{SPLIT} --sequence-parallel --expert-model-parallel-size 4", "expert_model_parallel_size=4: must divide"),
+        (f"{SPLIT} --sequence-parallel --expert-model-parallel-size 4 --expert-tensor-parallel-size 1", None),
+    ],
+)
+def test_L2_sizes_must_fit_the_four_ranks(
+    parser: argparse.ArgumentParser, monkeypatch: pytest.MonkeyPatch, flags: str, message: str | None
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with contextlib.nullcontext() if message is None else pytest.raises(ConfigError, match=f"^{message}"):
+        parse(parser, *flags.split())
+
+
 def test_defaults_fit_the_machine_and_what_is_given_stays(parser: argparse.ArgumentParser) -> None:
     args = parse(parser, "--moe-router-topk", "1", base=MOE)
     assert args.transformer_impl == "local" and args.distributed_backend == "gloo" and args.use_cpu_initialization
@@ -76,11 +100,31 @@ def test_defaults_fit_the_machine_and_what_is_given_stays(parser: argparse.Argum
     assert args.no_persist_layer_norm and args.exit_signal_handler and not args.add_bias_linear
     assert args.max_position_embeddings == 32 and not args.create_attention_mask_in_dataloader
     assert args.moe_router_pre_softmax, "after top-1 a softmax would make every weight 1"
+    assert not args.check_for_nan_in_loss_and_grad and not args.dist_ckpt_optim_fully_reshardable
+    assert args.num_workers == 0
     assert args.megablocks_automatic["distributed_backend"] == "gloo (no GPU)"
     args = parse(parser, "--num-workers", "2", "--rerun-mode", "validate_results", "--reset-attention-mask", base=MOE)
     assert args.num_workers == 2 and args.check_for_nan_in_loss_and_grad and args.create_attention_mask_in_dataloader
     assert "rerun_mode" not in args.megablocks_automatic and not args.moe_router_pre_softmax
     assert parse(parser, "--moe-num-experts", "8").moe_router_pre_softmax, "as in the old fork"
+    assert parse(parser, "--no-megablocks-nonfinite-guard", "--num-workers=2").check_for_nan_in_loss_and_grad
+    assert parse(parser, "--num-workers=2").num_workers == 2
+    assert parse(parser, "--use-distributed-optimizer").dist_ckpt_optim_fully_reshardable
+    assert parse(parser, "--quick-geglu", base=MOE).add_bias_linear, "as gpt-oss"
+    assert parse(parser, "--window-size", "4,0").create_attention_mask_in_dataloader
+
+
+@pytest.mark.parametrize("flags", ["--tensor-model-parallel-size 2", "--context-parallel-size 2"])
+def test_kernels_of_a_split_model_start_in_order(
+    parser: argparse.ArgumentParser, monkeypatch: pytest.MonkeyPatch, flags: str
+) -> None:
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for given, found in ((None, "1"), ("8", "8")):
+        monkeypatch.delenv(name, raising=False) if given is None else monkeypatch.setenv(name, given)
+        args = parse(parser, *flags.split())
+        assert os.environ[name] == found and (name in args.megablocks_automatic) == (given is None)
+        assert args.create_attention_mask_in_dataloader == ("context" in flags)
 
 
 def test_L1_the_readmes_command_has_all_that_megatron_needs(parser: argparse.ArgumentParser, tiny_data: Path) -> None:
@@ -91,6 +135,9 @@ def test_L1_the_readmes_command_has_all_that_megatron_needs(parser: argparse.Arg
     args = parser.parse_args(flags)
     assert args.eval_interval == 1000
     assert parser.parse_args([*flags, "--eval-interval", "7"]).eval_interval == 7
+    parser.parse_args([*flags, "--vocab-size", str(args.vocab_size)])
+    with pytest.raises(ConfigError, match="^vocab_size=7: must be left out with --data-prefix .*, which sets 400"):
+        parser.parse_args([*flags, "--vocab-size", "7"])
 
 
 def test_our_flags_fill_the_settings(parser: argparse.ArgumentParser) -> None:
@@ -112,11 +159,19 @@ def test_the_fused_loss_is_off_without_a_gpu_unless_asked_for(
         assert ("megablocks_fused_loss" in args.megablocks_automatic) == (not expected)
 
 
-@pytest.mark.parametrize(("flags", "tokens"), [("", 64), ("--eval-micro-batch-size 4", 128)])
+@pytest.mark.parametrize(
+    ("flags", "tokens"),
+    [
+        ("", 64), ("--eval-micro-batch-size 4", 128), ("--tensor-model-parallel-size 2 --sequence-parallel", 32),
+        ("--context-parallel-size 2", 32), ("--megablocks-layer experts", None),
+    ],
+)  # fmt: skip
 def test_the_dispatcher_has_room_for_the_largest_micro_batch(
-    parser: argparse.ArgumentParser, monkeypatch: pytest.MonkeyPatch, flags: str, tokens: int
+    parser: argparse.ArgumentParser, monkeypatch: pytest.MonkeyPatch, flags: str, tokens: int | None
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     assert parse(parser, *flags.split(), base=MOE).megablocks_max_tokens == tokens
 
 
@@ -146,6 +201,7 @@ def test_help_lists_the_flags(parser: argparse.ArgumentParser) -> None:
 
 
 SAVES = "--save /tmp/nowhere --save-interval 4 "
+TWO = "--moe-router-load-balancing-type aux_loss seq_aux_loss --moe-aux-loss-coeff"
 REFUSED = {
     "--megablocks-fixed-validation --full-validation": "megablocks_fixed_validation=True: must be left out with",
     "--megablocks-fused-loss-kept-gib -1": "megablocks_fused_loss_kept_gib=-1.0: must be >= 0",
@@ -185,7 +241,7 @@ REFUSED = {
     "--eval-micro-batch-size 0": "eval_micro_batch_size=0: must be > 0",
     "--num-experts 8 --moe-aux-loss-coeff -1": "moe_aux_loss_coeff=[-1.0]: must be >= 0",
     "--num-experts 8 --moe-zloss-weight -1": "moe_z_loss_coeff=-1.0: must be >= 0",
-    "--num-experts 8 --moe-jitter-eps 7": "moe_input_jitter_eps=7.0: must be >= 0 and < 1, or the router's input may",
+    "--num-experts 8 --moe-jitter-eps 1": "moe_input_jitter_eps=1.0: must be >= 0 and < 1, or the router's input may",
     "--num-experts 8 --moe-input-jitter-eps nan": "moe_input_jitter_eps=nan: must be a finite number",
     "--weight-decay inf": "weight_decay=inf: must be a finite number",
     "--num-experts 8 --moe-aux-loss-coeff nan": "moe_aux_loss_coeff=[nan]: must be a finite number",
@@ -193,9 +249,10 @@ REFUSED = {
     "--num-experts 8 --moe-layer-freq [1,0,1]": "moe_layer_freq=[1, 0, 1]: must have one entry for each of num_",
     "--moe-layer-freq often": "argument --moe-layer-freq: invalid value 'often'; it takes: Frequency between",
     "--attention-backend best": "argument --attention-backend: invalid value 'best'; it takes: Attention backend",
-    "--lr-decay-iters 5 --lr-warmup-iters 10": "lr_warmup_iters=10: must be smaller than 5, the iters of the whole",
+    "--lr-decay-iters 5 --lr-warmup-iters 5": "lr_warmup_iters=5: must be smaller than 5, the iters of the whole",
     "--lr-decay-style WSD": "lr_wsd_decay_iters=None: --lr-wsd-decay-iters is required with --lr-decay-style WSD",
     "--lr-decay-style WSD --lr-wsd-decay-iters 9 --lr-decay-iters 8": "lr_wsd_decay_iters=9: must be at most 8, the it",
+    "--lr-decay-style WSD --lr-wsd-decay-iters 0": "lr_wsd_decay_iters=0: must be at most 100, the iters of the who",
     "--lr-warmup-fraction 1": "lr_warmup_fraction=1.0: must be >= 0 and < 1",
     "--group-query-attention --num-query-groups 3": "num_query_groups=3: must divide num_attention_heads=4",
     "--position-embedding-type rope --kv-channels 7": "kv_channels=7: must be even with --position-embedding-type rope",
@@ -240,7 +297,7 @@ REFUSED = {
     "--num-experts 8 --moe-use-upcycling": "moe_use_upcycling=True: must be left out, or use Megatron's own layer",
     "--transformer-impl transformer_engine": "transformer_impl='transformer_engine': must be 'local'; Transformer",
     "--num-experts 8 --megablocks-layer other": "argument --megablocks-layer: invalid choice: 'other'",
-    "--megablocks-loss-spike-factor 0.5": "megablocks_loss_spike_factor=0.5: must be > 1, or 0 for never",
+    "--megablocks-loss-spike-factor 1": "megablocks_loss_spike_factor=1.0: must be > 1, or 0 for never",
     "--megablocks-loss-spike-window 2": "megablocks_loss_spike_window=2: must be >= 4",
     "--megablocks-hang-timeout -1": "megablocks_hang_timeout=-1.0: must be >= 0",
     "--moe-num-expert 8": "--moe-num-expert: no such flag, did you mean --moe-num-experts?",
@@ -259,6 +316,13 @@ REFUSED = {
     "--num-experts 8 --moe-aux-loss-coeff 1 2 --moe-router-load-balancing-type aux_loss": "moe_aux_loss_coeff=[1.0, 2",
     "--num-experts 8 --moe-aux-loss-coeff 1 --moe-router-load-balancing-type aux_loss seq_aux_loss": "moe_aux_loss_co"
     "eff=[1.0]: must be one number for each of --moe-router-load-balancing-type, which has 2",
+    f"--num-experts 8 {TWO} 1 -1": "moe_aux_loss_coeff=[1.0, -1.0]: must be >= 0",
+    f"--num-experts 8 {TWO} 1 nan": "moe_aux_loss_coeff=[1.0, nan]: must be a finite number",
+    "--num-experts 8 --megablocks-pad-to-capacity": "megablocks_pad_to_capacity=True: needs a capacity_factor",
+    "--moe-expert-model-parallelism": "num_experts=None: must be a multiple or a divisor of the 1 data-parallel ranks",
+    "--num-experts 8 --moe-expert-model-parallelism --expert-model-parallel-size 2": "moe_expert_model_parallelism=True"
+    ": spreads experts over 1 ranks, but --expert-model-parallel-size 2 is given too",
+    "--profile --use-pytorch-profiler": "tensorboard_dir=None: --use-pytorch-profiler writes beside it",
     "--num-experts 8 --megablocks-token-rounding-tile 8": "megablocks_token_rounding_tile=8: needs --megablocks-token-",
     "--num-experts 8 --megablocks-max-tokens 63": "megablocks_max_tokens=63: must be at least 64, the tokens of a",
     "--num-experts 8 --megablocks-dispatch-rows-factor 0": "megablocks_dispatch_rows_factor=0.0: must be > 0",
@@ -299,6 +363,14 @@ def test_L2_each_bad_value_or_combination_is_one_line(parser: argparse.ArgumentP
         "--megablocks-layer experts --moe-routing-trace-path t",
         "--megablocks-layer megatron --delay-wgrad-compute --moe-token-dispatcher-type allgather",
         "--moe-token-drop-policy probs",  # Megatron's default, in published scripts of dropless models
+        "--moe-router-topk 8",
+        "--megablocks-max-tokens 64",
+        "--vocab-size 100 --padded-vocab-size 100",
+        "--num-attention-heads 5 --kv-channels 8",
+        "--num-query-groups 3",  # not read without --group-query-attention
+        "--megablocks-fused-loss-kept-gib 1",  # off only because this machine has no GPU
+        "--spec a b --moe-enable-deepep",
+        "--use-checkpoint-args --moe-shared-expert-gate",
     ],
 )
 def test_flags_that_the_layer_reads_are_taken(parser: argparse.ArgumentParser, flags: str) -> None:
@@ -335,6 +407,8 @@ def test_L2_a_checkpoints_own_flags_bring_no_micro_batch(parser: argparse.Argume
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
+        ("", "train_iters=None: --train-iters or --train-samples is required"),
+        ("--train-samples 8 --lr-warmup-samples 8", "lr_warmup_samples=8: must be smaller than 8, the samples of the"),
         ("--train-samples 3 --global-batch-size 4", "train_samples=3: must be at least global_batch_size=4"),
         ("--train-samples 1", "train_samples=1: must be at least global_batch_size=2, the samples of one step"),
         ("--train-samples 4 --global-batch-size 4", None),
@@ -526,7 +600,7 @@ def test_L2_a_bad_switch_is_named_before_training(
 def test_L2_a_folder_that_cannot_be_written_is_named(
     parser: argparse.ArgumentParser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path or not mode & os.W_OK)
     with pytest.raises(ConfigError, match=f"tensorboard_dir='{tmp_path}/a/b': {tmp_path} cannot be written by this"):
         parse(parser, "--tensorboard-dir", str(tmp_path / "a" / "b"))
     cache = ("--data-cache-path", str(tmp_path))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import dataclasses
 import io
 import math
@@ -56,6 +57,7 @@ def fused(trainer: Trainer) -> Trainer:
     assert why_not(trainer.optimizer.config, trainer.chunks) is None
     assert why_not_parts(trainer.optimizer) is None
     fuse(trainer.optimizer)
+    assert all(part.skips_nonfinite for part in trainer.optimizer.chained_optimizers)  # so that the guard can wait
     return trainer
 
 
@@ -99,6 +101,8 @@ def train_both(layouts: dict[str, Layout]) -> dict[str, Any]:
                     trainer.step(result, grads=step == 0)
                 result.weights = harness.global_pieces(trainer.chunks, lambda p: p.data)
                 out[f"{name}, fused: {is_fused}"] = dataclasses.asdict(result)
+                trainer.optimizer.config.log_num_zeros_in_grad = True
+                out[f"{name}, zeros, fused: {is_fused}"] = trainer.optimizer.step()[2]
                 if layout.dtype == "float16" and is_fused:
                     out["skipped"] = skipped_step_changes_nothing(trainer)
     return out
@@ -119,6 +123,7 @@ def compare(ranks: list[dict[str, Any]], name: str, losses: float, weights: floa
     assert ours[0]["losses"] == pytest.approx(theirs[0]["losses"], rel=losses)
     assert ours[0]["norms"] == pytest.approx(theirs[0]["norms"], rel=10 * losses)
     assert ours[0]["norms"][0] > 1, "nothing was clipped"
+    assert ranks[0][f"{name}, zeros, fused: True"] == ranks[0][f"{name}, zeros, fused: False"]
     assert ours[0]["losses"][-1] < ours[0]["losses"][0]
     if "overlapped" in name:  # the ranks exchange the last step's weights in the next forward
         return
@@ -191,7 +196,7 @@ def refusals() -> dict[str, str | None]:
     from megatron.core import optimizer as megatron_optimizer
     from megatron.core.optimizer import distrib_optimizer
 
-    from megablocks.megatron.fused_optimizer import _build, why_not, why_not_parts
+    from megablocks.megatron.fused_optimizer import _build, engine, why_not, why_not_parts
 
     trainer = Trainer(SMALL)
     optimizer, config, model = trainer.optimizer, trainer.optimizer.config, trainer.chunks
@@ -202,7 +207,11 @@ def refusals() -> dict[str, str | None]:
     out["fsdp"] = why_not(config, [other])
     other = SimpleNamespace(ddp_config=model[0].ddp_config, config=SimpleNamespace(mtp_num_layers=1))
     out["mtp"] = why_not(config, [other])
-    out["class"] = why_not_parts(optimizer.chained_optimizers[0])
+    part = optimizer.chained_optimizers[0]
+    out["class"] = why_not_parts(part)
+    mixed = copy.copy(optimizer)
+    mixed.chained_optimizers = [part, object()]
+    out["part"] = why_not_parts(mixed)
     built: list[bool] = []
 
     def build(*args: Any, **kwargs: Any) -> Any:
@@ -214,10 +223,14 @@ def refusals() -> dict[str, str | None]:
         mock.patch.object(megatron_optimizer, "USING_PYTORCH_OPTIMIZER", False),
         mock.patch.object(distrib_optimizer, "HAVE_APEX_OR_TE", True),
         mock.patch.object(megatron_optimizer.Adam, "__module__", "transformer_engine.pytorch.optimizers"),
+        mock.patch.object(engine, "take_any_state") as helped,
     ):
         _build(build, dataclasses.replace(config, optimizer="sgd"), model, wanted=True)
-        for wanted in (False, True):
-            assert _build(build, config, model, wanted=wanted) is optimizer
+        assert not helped.called
+        _build(build, config, model, wanted=False)
+        assert [call.args[0] for call in helped.call_args_list] == [p.optimizer for p in optimizer.chained_optimizers]
+        assert _build(lambda *_: part, config, model, wanted=True) is part
+        assert _build(build, config, model, wanted=True) is optimizer
         assert not distrib_optimizer.HAVE_APEX_OR_TE
     out["log"], out["built"] = log.getvalue(), built
     return out
@@ -229,6 +242,7 @@ def test_what_cannot_be_fused_is_named() -> None:
     assert why.pop("log").splitlines() == [
         "optimizer: not fused: --optimizer sgd",
         "optimizer: not fused: --no-megablocks-fused-optimizer; transformer_engine's FusedAdam",
+        "optimizer: not fused: a part of FP32Optimizer is of an unknown class",
         "optimizer: one fused pass over each parameter",
     ]
     assert why.pop("built") == [False, False, True]  # torch's Adam, not Transformer Engine's, is what can be fused
@@ -239,6 +253,7 @@ def test_what_cannot_be_fused_is_named() -> None:
         "fsdp": "use_megatron_fsdp is set",
         "mtp": "multi-token prediction clips its own gradients",
         "class": "a part of FP32Optimizer is of an unknown class",
+        "part": "a part of ChainedOptimizer is of an unknown class",
     }
 
 

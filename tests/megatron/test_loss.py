@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import harness
 import pytest
@@ -87,7 +90,8 @@ def _losses(changes: dict[str, Any], replaced: bool) -> Any:
     calls: list[Any] = []  # overlapped data parallelism waits in such a hook until the weight is there
     layer.register_forward_pre_hook(lambda *call: calls.append(call))
     fused = loss.loss_arguments(1.0)
-    with torch.no_grad():
+    op = mock.patch.object(loss, "linear_cross_entropy", wraps=loss.linear_cross_entropy)
+    with torch.no_grad(), op as called:
         labels = batch[:, 1:].contiguous()
         first = model(*inputs, labels=labels, **fused)
         second = model(*inputs, labels=labels, **fused)
@@ -95,6 +99,7 @@ def _losses(changes: dict[str, Any], replaced: bool) -> Any:
         logits = model(*inputs, **fused)
     assert torch.equal(first, second) and logits.shape == (2, harness.SEQ, harness.VOCAB)
     assert "forward" in vars(layer) or not replaced
+    assert all(call.kwargs["keep_bytes"] == 2**30 for call in called.call_args_list)
     assert len(calls) == 4
     logger.removeHandler(handler)
     return {"it": (first, plain, lines)}
@@ -120,3 +125,55 @@ def test_L2_megatrons_loss_runs_where_the_fused_one_cannot_and_one_line_says_so(
         (only,) = lines
         assert only.startswith("fused loss: off") and line in only
         assert torch.equal(fused, plain)
+
+
+LOGITS = {"mtp_num_layers": 1, "defer_embedding_wgrad_compute": True, "config_logger_dir": "d"}
+
+
+def _obstacles() -> dict[str, dict[str, str | None]]:
+    """What the fused loss says about an output layer and a config with one change."""
+    from megablocks.megatron.loss import _obstacle
+
+    harness.initialize(UNTIED)
+    config, (model,) = harness.build_model(UNTIED)
+    layer = model.module.output_layer
+    split = torch.nn.Parameter(torch.empty(()))
+    split.__fsdp_param__ = True  # type: ignore[attr-defined]
+    two = SimpleNamespace(size=lambda: 2)
+
+    def named(weight: torch.Tensor | None = None, gather: bool | None = None, **changes: Any) -> str | None:
+        with contextlib.ExitStack() as stack:
+            for name, value in changes.items():
+                stack.enter_context(mock.patch.object(layer if hasattr(layer, name) else config, name, value))
+            return _obstacle(layer, weight, gather, config)
+
+    return {
+        "it": {
+            "nothing": named(gather=True),
+            "gathered": named(gather_output=True, tp_group=two),
+            "gathered at this call": named(gather=True, tp_group=two),
+            "not gathered": named(gather=False, gather_output=True, tp_group=two),
+            "bias": named(bias=torch.nn.Parameter(torch.ones(harness.VOCAB))),
+            "remat": named(gtp_remat_size=2),
+            "split": named(weight=split),
+            **{name: named(**{name: value}) for name, value in LOGITS.items()},
+        }
+    }
+
+
+def test_what_the_fused_loss_would_compute_otherwise_is_an_obstacle() -> None:
+    (found,) = harness.on_ranks(_obstacles, 1)["it"]
+    assert {name for name, why in found.items() if why is None} == {"nothing", "not gathered"}
+    assert found["gathered"] == found["gathered at this call"] and "parallel_output=False" in found["gathered"]
+    assert found["remat"] == found["split"] and "split over data-parallel ranks" in found["split"]
+    assert found["bias"] == "the bias of the output layer"
+    assert all(found[name].startswith(f"{name}={value!r}: ") for name, value in LOGITS.items())
+
+
+def test_a_tenth_of_the_gpus_memory_keeps_logits_unless_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megablocks.megatron.loss import loss_arguments
+
+    assert loss_arguments(None)["output_processor_context"] == 0
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: SimpleNamespace(total_memory=80 * 2**30))
+    assert [loss_arguments(given)["output_processor_context"] for given in (None, 0.5)] == [8, 0.5]

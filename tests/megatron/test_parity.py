@@ -119,7 +119,7 @@ def _compare(name: str, fields: dict[str, Any]) -> dict[str, float]:
         layer.train()
         layer.set_layer_number(2)
         if config.moe_router_enable_expert_bias:
-            layer.router.expert_bias.copy_(bias)
+            layer.router.expert_bias.data = bias.bfloat16()  # as Megatron's Float16Module leaves it
         inputs = x.clone().requires_grad_()
         torch.manual_seed(7)
         model_parallel_cuda_manual_seed(7)
@@ -136,7 +136,10 @@ def _compare(name: str, fields: dict[str, Any]) -> dict[str, float]:
             values |= _expert_tensors(layer, lambda parameter: parameter.grad)
         values |= {f"logged {n}": m.values.clone() for n, m in get_moe_metrics_tracker().metrics.items()}
         if config.moe_router_enable_expert_bias:
+            with torch.no_grad():
+                layer(x)  # an evaluation does not count
             values["tokens counted for the bias"] = layer.router.local_tokens_per_expert
+            values["bits of the bias"] = torch.tensor(layer.router.expert_bias.dtype.itemsize * 8)
         results.append(values)
     reference, mine = results
     assert reference.keys() == mine.keys()
@@ -177,7 +180,7 @@ ROUTERS: dict[str, dict[str, Any]] = {
     ),
     "aux, per-token loss, padding": dict(calculate_per_token_loss=True),
     "global_aux, per-token loss": dict(moe_router_load_balancing_type="global_aux_loss", calculate_per_token_loss=True),
-    "seq_aux": dict(moe_router_load_balancing_type="seq_aux_loss"),
+    "seq_aux, padding": dict(moe_router_load_balancing_type="seq_aux_loss"),
 }
 
 
@@ -233,8 +236,8 @@ def test_routers_of_two_ranks_equal_megatrons() -> None:
         assert all(len(found) >= 5 for found in rank.values())  # dx twice, the gradient, a loss and the z-loss
 
 
-def _dense_scores(kinds: list[str]) -> dict[str, int]:
-    """How often a step's router computes Megatron's dense scores, by kind of load-balancing loss."""
+def _dense_scores(cases: list[tuple[str, bool]]) -> list[int]:
+    """How often a step's router computes Megatron's dense scores, by kind of load-balancing loss and assignment."""
     from unittest import mock
 
     from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
@@ -242,18 +245,41 @@ def _dense_scores(kinds: list[str]) -> dict[str, int]:
     from megablocks.megatron import topk_router
 
     harness.initialize(harness.Layout())
-    counts = {}
-    for kind in kinds:
-        config = harness.transformer_config(harness.Layout(model=(("moe_router_load_balancing_type", kind),)))
+    counts = []
+    for kind, uniform in cases:
+        settings = (("uniform_assignment", uniform),)
+        layout = harness.Layout(model=(("moe_router_load_balancing_type", kind),), settings=settings)
+        config = harness.transformer_config(layout)
         router = topk_router.MegaBlocksRouter(config, pg_collection=get_default_pg_collection()).train()
         router.set_layer_number(1)
         name = "compute_routing_scores_for_aux_loss"
         with mock.patch.object(topk_router, name, wraps=getattr(topk_router, name)) as dense:
             router(torch.randn(5, 2, config.hidden_size))
-        counts[kind] = dense.call_count
+        counts.append(dense.call_count)
     return counts
 
 
-def test_only_the_loss_of_each_sequence_needs_dense_scores() -> None:
-    expected = {"aux_loss": 0, "global_aux_loss": 0, "seq_aux_loss": 1, "none": 0}
-    assert run_distributed_test(_dense_scores, 1, list(expected))[0] == expected
+def test_only_the_loss_of_each_sequence_or_of_other_experts_needs_dense_scores() -> None:
+    expected = {("aux_loss", False): 0, ("global_aux_loss", False): 0, ("seq_aux_loss", False): 1, ("none", False): 0}
+    expected |= {("aux_loss", True): 1}  # the loss balances the router's choice, which a uniform assignment replaces
+    assert run_distributed_test(_dense_scores, 1, list(expected))[0] == list(expected.values())
+
+
+def _pairs() -> list[int]:
+    """How many pairs a router with token rounding chooses for ten tokens, in training and in evaluation."""
+    from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+
+    from megablocks.megatron.topk_router import MegaBlocksRouter
+
+    harness.initialize(harness.Layout())
+    settings = (("token_rounding", "up"), ("token_rounding_tile", 7))
+    config = harness.transformer_config(harness.Layout(settings=settings))
+    router = MegaBlocksRouter(config, pg_collection=get_default_pg_collection())
+    router.set_layer_number(1)
+    x = torch.randn(5, 2, config.hidden_size)
+    return [int((router.train(training)(x).expert >= 0).sum()) for training in (True, False)]
+
+
+def test_R9_an_evaluation_rounds_no_tokens() -> None:
+    ((rounded, evaluated),) = run_distributed_test(_pairs, 1)
+    assert rounded % 7 == 0 and evaluated == 20

@@ -63,7 +63,12 @@ def test_run_json_says_how_many_ranks_share_an_optimizer_state(
         position_embedding_type="rope", qk_layernorm=True, qk_l2_norm=False, hidden_dropout=0.1,
         tensorboard_dir=str(tmp_path / "tensorboard"),
     )  # fmt: skip
-    profiling.write(args, [], History(tmp_path))
+    model, history = torch.nn.Linear(3, 2), History(tmp_path)
+    model.bias.allreduce = False  # as of an expert
+    for iteration, rate in ((5, 1.0), (6, 5.0), (7, 7.0)):  # the profile ends with the fifth
+        history.add(iteration, {"tokens_per_second": rate})
+    profiling.write(args, [model], history)
     run = RunSizes.read(tmp_path / "torch_profile" / "run.json")
     assert (run.optimizer_shards, run.expert_optimizer_shards) == shards
-    assert run.qk_norms and run.dropout
+    assert run.qk_norms and run.dropout and run.rotary
+    assert (run.parameters, run.expert_parameters, run.tokens_per_second) == (8, 2, 6.0)

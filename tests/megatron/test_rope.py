@@ -22,7 +22,6 @@ LEFT: dict[str, dict[str, Any]] = {
     "turned off": {"settings": (("rope", "megatron"),)},
     "packed": {"packed": True},
     "angles of each sequence": {"batched": True},
-    "latent attention's layout": {"mla_rotary_interleaved": True},
 }
 """Calls that stay Megatron's."""
 
@@ -47,8 +46,6 @@ def _compare(case: dict[str, Any]) -> tuple[float, float, int]:
     )(S, packed_seq=False)  # fmt: skip
     qkv = torch.randn(S, B, N, 3 * D)
     options: dict[str, Any] = {"config": config, "mscale": scale, "cp_group": group}
-    if "mla_rotary_interleaved" in case:
-        options["mla_rotary_interleaved"] = True
     if "batched" in case:
         angles = angles.expand(S, B, 1, D).contiguous()
     if "packed" in case:

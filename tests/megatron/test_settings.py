@@ -36,13 +36,15 @@ def test_settings_come_from_the_environment() -> None:
         "MEGABLOCKS_CAPACITY_RULE": "tutel",
         "MEGABLOCKS_RECOMPUTE_ACTIVATION": "1",
         "MEGABLOCKS_NORMALIZE_TOP_K": "none",
+        "MEGABLOCKS_MAX_TOKENS": "",
+        "MEGABLOCKS_UNIFORM_ASSIGNMENT": "True",
         "MEGABLOCKS_TOKEN_ROUNDING": "balanced",
         "MEGABLOCKS_TOKEN_ROUNDING_TILE": "64",
         "MEGABLOCKS_HOME": "/somewhere",
     }
     expected = MegaBlocksSettings(
         capacity_factor=-1.25, capacity_rule="tutel", recompute_activation=True,
-        token_rounding="balanced", token_rounding_tile=64,
+        token_rounding="balanced", token_rounding_tile=64, uniform_assignment=True,
     )  # fmt: skip
     assert MegaBlocksSettings.from_env(environ) == expected
     assert MegaBlocksSettings.from_env({}) == MegaBlocksSettings()
@@ -63,6 +65,8 @@ def test_stored_settings_come_before_the_environment(monkeypatch: pytest.MonkeyP
         ("RECOMPUTE_ACTIVATION", "maybe", "MEGABLOCKS_RECOMPUTE_ACTIVATION='maybe': must be 0, 1, true or false"),
         ("QUANTIZE_INPUTS_NUM_BITS", "5", "quantize_inputs_num_bits=5: must be one of -1, 4, 8"),
         ("QUANTIZE_SCATTER_NUM_BITS", "4.0", "MEGABLOCKS_QUANTIZE_SCATTER_NUM_BITS='4.0': must be an integer"),
+        ("TOKEN_ROUNDING_TILE", "0", "token_rounding_tile=0: must be >= 1"),
+        ("DISPATCH_ROWS_FACTOR", "inf", "dispatch_rows_factor=inf: must be >= 0 and finite"),
         ("TOKEN_ROUNDING_TILE", "half", "MEGABLOCKS_TOKEN_ROUNDING_TILE='half': must be an integer"),
         (
             "GRADIENT_ACCUMULATION_FUSION",
@@ -115,6 +119,8 @@ def test_main_gradients_follow_the_device_and_megatrons_flag_until_ours_is_given
         ("experts", "CAPACITY_RULE", "tutel"),
         ("megatron", "TOKEN_ROUNDING_TILE", "64"),
         ("tutel", "ROUTER_TYPE", "expert_choice"),
+        ("megatron", "DISPATCHER", "all_to_all"),
+        ("experts", "MAX_TOKENS", "64"),
     ],
 )
 def test_L2_a_setting_that_the_layer_does_not_read_is_refused(layer: str, name: str, value: str) -> None:

@@ -24,7 +24,7 @@ CASES: dict[str, Layout] = {
     "megatron's attention": Layout(layers=2, model=(FREQUENCY,), settings=(("attention", "megatron"),)),
     "experts": Layout(layers=2, model=(FREQUENCY,), settings=(("layer", "experts"),)),
     "megatron": Layout(layers=2, model=(FREQUENCY,), settings=(("layer", "megatron"),)),
-    "sliding window": Layout(layers=2, model=(FREQUENCY, ("window_size", (4, 0)))),
+    "sliding window": Layout(layers=2, model=(FREQUENCY, ("window_size", (4, 0)), ("qk_l2_norm", True))),
 }
 
 
@@ -64,6 +64,27 @@ def _installed(gpu: bool, **settings: str) -> list[str]:
     return [name for name, one in (("additions", additions), ("rotation", rotation)) if one.called]
 
 
+def _recomputed(modules: str) -> tuple[int, int]:
+    """How often a step runs the router and the shared expert of a layer that recomputes these modules."""
+    sizes = (("moe_shared_expert_intermediate_size", 32),)
+    layer = _model(Layout(layers=2, recompute=modules, model=sizes)).decoder.layers[0].mlp
+    calls: list[Any] = []
+    for part in (layer.router, layer.shared_experts):
+        part.register_forward_hook(lambda module, *_: calls.append(module))
+    layer(torch.randn(3, 2, 32, requires_grad=True))[0].sum().backward()
+    return calls.count(layer.router), calls.count(layer.shared_experts)
+
+
+def _dispatcher_options() -> dict[str, Any]:
+    """What a layer asks of its dispatcher."""
+    from megablocks.megatron import moe_layer
+
+    settings = (("dispatcher", "all_to_all"), ("max_tokens", 96), ("dispatch_rows_factor", 3.0))
+    with mock.patch.object(moe_layer, "make_dispatcher") as made:
+        _model(Layout(layers=1, settings=settings))
+    return {name: made.call_args.kwargs[name] for name in ("kind", "max_tokens", "rows_factor")}
+
+
 def _inspect() -> dict[str, Any]:
     from megablocks.megatron.specs import block_spec, dense_layer_spec, moe_layer_spec
 
@@ -77,6 +98,8 @@ def _inspect() -> dict[str, Any]:
         names += [sparse.mlp.router, sparse.mlp.experts]
         out[name] = [type(module).__name__ for module in names]
         out[f"{name}, dispatcher"] = type(sparse.mlp.token_dispatcher).__name__
+    out["recomputed"] = [_recomputed(modules) for modules in ("moe", "shared_experts", "core_attn")]
+    out["asked of the dispatcher"] = _dispatcher_options()
     tokens = harness.sample(0)[None, :-1]
     position = torch.arange(harness.SEQ)[None]
     alike = Layout(layers=2)
@@ -115,8 +138,11 @@ def _inspect() -> dict[str, Any]:
     return out
 
 
-def _decays() -> dict[str, set[float]]:
-    """The multiplier of the weight decay of each of our experts' parameters, by name, of all layers."""
+def _decays() -> list[dict[str, set[float]]]:
+    """The multiplier of the weight decay of each of our experts' parameters, by name, of all layers.
+
+    First with Megatron's own exceptions from the decay, then without any.
+    """
     from megatron.core.optimizer import get_megatron_optimizer
     from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
@@ -124,19 +150,22 @@ def _decays() -> dict[str, set[float]]:
     layout = Layout(layers=2, model=biased)
     harness.initialize(layout)
     _, chunks = harness.build_model(layout)
-    optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-3, weight_decay=0.1), chunks)
     names = {parameter: name for name, parameter in chunks[0].named_parameters() if ".experts.core." in name}
-    out: dict[str, set[float]] = {}
-    for group in optimizer.param_groups:
-        for parameter in names.keys() & set(group["params"]):
-            out.setdefault(names[parameter].rpartition(".")[2], set()).add(group["wd_mult"])
-    return out
+    config = OptimizerConfig(optimizer="adam", lr=1e-3, weight_decay=0.1)
+    found: list[dict[str, set[float]]] = []
+    for exceptions in (None, {}):
+        found.append({})
+        for group in get_megatron_optimizer(config, chunks, exceptions).param_groups:
+            for parameter in names.keys() & set(group["params"]):
+                found[-1].setdefault(names[parameter].rpartition(".")[2], set()).add(group["wd_mult"])
+    return found
 
 
 def test_biases_of_experts_are_not_decayed_as_no_other_bias_is() -> None:
     """They have two dimensions, and Megatron knows biases by having one."""
-    names = {name: {0.0 if name[0] in "bc" else 1.0} for name in ("w1", "v1", "w2", "b1", "c1", "b2")}
-    assert run_distributed_test(_decays, 1)[0] == names
+    names = ("w1", "v1", "w2", "b1", "c1", "b2")
+    without = {name: {0.0 if name[0] in "bc" else 1.0} for name in names}
+    assert run_distributed_test(_decays, 1)[0] == [without, {name: {1.0} for name in names}]
 
 
 @pytest.fixture(scope="module")
@@ -205,6 +234,32 @@ def test_our_layer_builds_no_dispatcher_of_megatrons(built: dict[str, Any]) -> N
     assert built["megatron, dispatcher"] == "MoEAlltoAllTokenDispatcher"
 
 
+def test_what_is_recomputed_runs_twice(built: dict[str, Any]) -> None:
+    assert built["recomputed"] == [(2, 2), (1, 2), (1, 1)]
+
+
+def test_the_settings_of_the_dispatcher_reach_it(built: dict[str, Any]) -> None:
+    assert built["asked of the dispatcher"] == {"kind": "all_to_all", "max_tokens": 96, "rows_factor": 3.0}
+
+
+def _drawn() -> list[Any]:
+    """The standard deviations of a rank's new experts, and one of their weights."""
+    from megablocks.megatron.specs import block_spec
+
+    layout = Layout(layers=2, ep=2)
+    harness.initialize(layout)
+    config = harness.transformer_config(layout)
+    experts = block_spec(config).layer_specs[0].submodules.mlp(config=config).experts
+    w1, w2 = experts.core.w1.detach(), experts.core.w2.detach()
+    return [float(w1.std()), float(w2.std()), float(w1[0, 0])]
+
+
+def test_new_experts_are_drawn_as_megatron_draws_and_differ_between_ranks() -> None:
+    first, second = run_distributed_test(_drawn, 2)
+    assert first[:2] == pytest.approx([0.02, 0.02 / 2], rel=0.05)  # over the root of twice the layers
+    assert first[2] != second[2]
+
+
 def test_a_dispatcher_type_that_is_not_read_is_said(built: dict[str, Any]) -> None:
     (line,) = built["said"]
     assert line.startswith("moe_token_dispatcher_type='allgather' is not read: our layer exchanges the tokens itself;")
@@ -225,7 +280,7 @@ def test_the_tested_megatron_is_the_one_that_is_installed() -> None:
 
 
 def test_attention_that_ours_lacks_stays_megatrons(built: dict[str, Any]) -> None:
-    assert built["sliding window"][3] == "DotProductAttention"
+    assert built["sliding window"][3] == "DotProductAttention" and built["sliding window"][5] == "L2Norm"
 
 
 def test_ready_objects_are_the_same_model(built: dict[str, Any]) -> None:

@@ -39,6 +39,9 @@ LAYOUTS = {
         settings=(("capacity_rule", "tutel"), ("capacity_factor", 0.75), ("pad_to_capacity", True))
     ),
     "capacity, megatron": BASE.but(model=(("moe_expert_capacity_factor", 0.75),)),
+    "capacity, megatron's layer": BASE.but(
+        model=(("moe_expert_capacity_factor", 0.75),), settings=(("layer", "megatron"),)
+    ),
     **({} if HAS_TUTEL else {"layer tutel without the package": BASE.but(settings=(("layer", "tutel"),))}),
     "our experts in megatron's layer": BASE.but(
         model=(("gated_linear_unit", True), ("activation_func", F.silu)), settings=(("layer", "experts"),)
@@ -158,8 +161,9 @@ def test_R9_capacity_drops_and_says_how_many(runs: dict[str, Trained]) -> None:
         assert (load[:, -1] >= PAIRS // 4).all(), "at most three quarters of the pairs find a place"
         assert (load[:, -1] < PAIRS // 2).all()
     assert runs["capacity, tutel"].losses == runs["capacity, tutel, capped"].losses
-    megatron = _load(runs["capacity, megatron"])
-    assert (megatron[:, -1] >= PAIRS // 4).all() and (megatron.sum(1) == PAIRS).all()
+    for name in ("capacity, megatron", "capacity, megatron's layer"):
+        load = _load(runs[name])
+        assert (load[:, -1] >= PAIRS // 4).all() and (load.sum(1) == PAIRS).all(), name
 
 
 @pytest.mark.parametrize(

@@ -149,6 +149,18 @@ def test_a_folder_of_several_files(tmp_path: Path) -> None:
     for path in folder.glob("*.safetensors"):
         for name, value in official.load_file(path).items():
             assert torch.equal(value, tensors[name]), name
+        assert struct.unpack("<Q", path.read_bytes()[:8])[0] % 8 == 0, "the format requires aligned data"
+    index = json.loads((folder / safetensors.INDEX).read_text())["weight_map"]
+    shutil.copy(folder / index["lm_head.weight"], tmp_path / "outside")
+    for changed, said in (
+        ({**index, "lm_head.weight": "../outside"}, "outside: missing; model.safetensors.index.json names it"),
+        ({name: file for name, file in index.items() if name != "lm_head.weight"}, "lm_head.weight: only model-0"),
+        ({**index, "more": index["lm_head.weight"]}, "more: only model.safetensors.index.json has it"),
+    ):
+        (folder / safetensors.INDEX).write_text(json.dumps({"weight_map": changed}))
+        with pytest.raises(CheckpointError, match=said):
+            convert(folder, tmp_path / "to", "ours")
+    (folder / safetensors.INDEX).write_text(json.dumps({"weight_map": index}))
     next(folder.glob("model-*.safetensors")).unlink()
     with pytest.raises(CheckpointError, match=r"model-0000\d-of-\d+.safetensors: missing"):
         convert(folder, tmp_path / "to", "ours")
@@ -338,6 +350,7 @@ def test_damaged_files_are_named(source: Path, tmp_path: Path) -> None:
     whole = path.read_bytes()
     for content, what in (
         (whole[:-1], "bytes, but its header describes"),
+        (whole + b"\0", "bytes, but its header describes"),
         (whole[:100], "it ends within its header"),
         (struct.pack("<Q", 4) + b"{}}}", "no whole safetensors file"),
         (b"", "no whole safetensors file"),
@@ -351,6 +364,7 @@ def test_damaged_files_are_named(source: Path, tmp_path: Path) -> None:
         ([-160, 0], "not all of them sizes"),
         ([0.0, 160.0], "not all of them sizes"),
         ([8, 168], "starts at byte 8, but the tensor before it ends at 0"),
+        ([0, 168], "has 168 bytes, but another shape"),
     ):
         header = json.loads(whole[8 : 8 + size])
         header["model.embed_tokens.weight"]["data_offsets"] = offsets
