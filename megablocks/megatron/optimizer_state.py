@@ -18,6 +18,12 @@ The other optimizers have the first fault too, when they save. At a large loss s
 and a checkpoint from before the first update could not be loaded. SGD's state could never be loaded, because Megatron
 has no function that fills it. Fix: fill it as well, also before a load.
 
+All optimizers have one more fault. The format that can be resharded takes a parameter's state from the state of all
+buckets of gradients in a row. Megatron leaves out the padding behind each bucket there, but counts it where the next
+bucket begins. If a bucket does not end at a multiple of 128 elements, the state of the next one, and with it its
+weights, was saved shifted, without an error: of a pipeline's tied embedding, or with overlapped gradients of most
+parameters. Fix: keep the padding.
+
 Apart from the state: Megatron does not decay parameters of one dimension, which biases usually are. The biases of our
 experts have two. Fix: do not decay them either.
 """
@@ -42,6 +48,7 @@ def install() -> None:
         state_dict=_with_state,
         load_state_dict=_with_own_steps,
         _set_main_param_and_optimizer_states=_without_steps,
+        sharded_param_state_fully_reshardable=_with_padding,
     )
     for kind in (Float16OptimizerWithFloat16Params, FP32Optimizer):
         wrap(kind, sharded_state_dict=_with_state, load_state_dict=_with_a_step)
@@ -100,3 +107,17 @@ def _without_steps(original: Any, optimizer: Any, model_param: Any, tensors: dic
         tensors = {**tensors, "step": None}  # the original skips a value that is not a tensor
     with torch.no_grad():
         original(optimizer, model_param, tensors)
+
+
+def _with_padding(original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Wraps `sharded_param_state_fully_reshardable`: while it runs, the sizes without padding are those with it."""
+    sizes = [(buffer, buffer.numel) for buffer in optimizer.buffers]
+    sizes += [(bucket, bucket.grad_data.numel()) for buffer in optimizer.buffers for bucket in buffer.buckets]
+    before = [part.numel_unpadded for part, _ in sizes]
+    try:
+        for part, size in sizes:
+            part.numel_unpadded = size
+        return original(optimizer, *args, **kwargs)
+    finally:
+        for (part, _), size in zip(sizes, before, strict=True):
+            part.numel_unpadded = size

@@ -17,6 +17,11 @@ from megablocks.testing.launcher import run_distributed_test
 
 BASE = Layout(model=(("activation_func", F.silu), ("gated_linear_unit", True)), distributed_optimizer=True)
 LONG = BASE.but(layers=2, global_batch=8, model=(*BASE.model, ("num_moe_experts", 8)))
+NARROW = BASE.but(layers=2, model=(*BASE.model, ("hidden_size", 40)))
+PADDED = {  # name: (layout whose buckets of gradients end with padding, ranks)
+    "a bucket of the tied embedding": (NARROW.but(pp=2), 2),
+    "many buckets": (NARROW.but(overlap=True), 1),
+}
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 BEFORE, AFTER = 3, 2
 
@@ -153,6 +158,15 @@ def test_K2_saved_at_ep2_dp2_loads_in_one_process(
     checkpoint: tuple[Path, list[dict[str, Any]]], resumed_alone: dict[str, list[dict[str, Any]]]
 ) -> None:
     _check(checkpoint[1], resumed_alone["ep1"])
+
+
+@pytest.mark.parametrize("name", PADDED)
+def test_K2_padding_after_a_bucket_does_not_shift_the_optimizers_state(name: str, tmp_path: Path) -> None:
+    """Megatron left it out of the saved state of all buckets, but counted it where the next bucket begins."""
+    layout, ranks = PADDED[name]
+    saved = run_distributed_test(save, ranks, layout, str(tmp_path))
+    _check(saved, [rank["same"] for rank in run_distributed_test(resume, ranks, [("same", layout)], str(tmp_path))])
+    _check(saved, [run_distributed_test(resume, 1, [("alone", NARROW)], str(tmp_path))[0]["alone"]])
 
 
 @pytest.mark.slow
