@@ -24,6 +24,10 @@ bucket begins. If a bucket does not end at a multiple of 128 elements, the state
 weights, was saved shifted, without an error: of a pipeline's tied embedding, or with overlapped gradients of most
 parameters. Fix: keep the padding.
 
+A pipeline stage without experts has an optimizer without parameters beside its other one. The distributed optimizer
+could then not be saved, and the others not be loaded. If it was the first stage, which writes the steps, the experts'
+steps began at 0 again. Fix: such an optimizer has the step of the other one, and loads nothing.
+
 Apart from the state: Megatron does not decay parameters of one dimension, which biases usually are. The biases of our
 experts have two. Fix: do not decay them either.
 """
@@ -35,10 +39,13 @@ from typing import Any
 import torch
 from megatron.core import optimizer as megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer
 from megatron.core.optimizer.optimizer_config import ParamKey
 
 from megablocks.megatron.wrap import wrap
+
+_NO_PARAMETER = "no parameter"
+"""Key of the state that holds the step of an optimizer without parameters while it is saved."""
 
 
 def install() -> None:
@@ -52,6 +59,7 @@ def install() -> None:
     )
     for kind in (Float16OptimizerWithFloat16Params, FP32Optimizer):
         wrap(kind, sharded_state_dict=_with_state, load_state_dict=_with_a_step)
+    wrap(ChainedOptimizer, sharded_state_dict=_with_a_common_step)
     wrap(megatron_optimizer, _get_param_groups=_without_decay_of_biases)
 
 
@@ -80,7 +88,30 @@ def _with_state(original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any
                 state.update({name: torch.zeros_like(parameter) for name in names})
                 if not is_sgd:
                     state["step"] = torch.zeros((), dtype=torch.float32)
-    return original(optimizer, *args, **kwargs)
+    is_empty = _lacks_parameters(inner)
+    if is_empty and _is_torch_adam(optimizer):
+        inner.state[_NO_PARAMETER] = {"step": getattr(optimizer, "common_step", torch.zeros(()))}
+    found = original(optimizer, *args, **kwargs)
+    if is_empty:
+        inner.state.clear()
+        found.get("optimizer", found).get("state", {}).pop(_NO_PARAMETER, None)
+        found.pop("fp32_from_fp16_params", None)  # without parameters, its lists do not fit those of other stages
+    return found
+
+
+def _lacks_parameters(inner: Any) -> bool:
+    """Whether torch's optimizer has no parameters on this rank."""
+    return inner is not None and not any(group["params"] for group in inner.param_groups)
+
+
+def _with_a_common_step(original: Any, chained: Any, *args: Any, **kwargs: Any) -> Any:
+    """Wraps `sharded_state_dict` of several optimizers: those without parameters take the step of the others."""
+    optimizers = [one for one in chained.chained_optimizers if _is_torch_adam(one)]
+    states = (state for one in optimizers for state in one.optimizer.state.values() if "step" in state)
+    if (state := next(states, None)) is not None:
+        for one in optimizers:
+            one.common_step = state["step"]
+    return original(chained, *args, **kwargs)
 
 
 def _with_own_steps(original: Any, optimizer: Any, state_dict: Any) -> None:
@@ -93,7 +124,14 @@ def _with_own_steps(original: Any, optimizer: Any, state_dict: Any) -> None:
 
 
 def _with_a_step(original: Any, optimizer: Any, state_dict: Any) -> None:
-    """Wraps `load_state_dict` of the others: Megatron does not save a step of 0, but Adam requires one."""
+    """Wraps `load_state_dict` of the others: Megatron does not save a step of 0, but Adam requires one.
+
+    Neither does it save what an optimizer without parameters lacks.
+    """
+    if _lacks_parameters(getattr(optimizer, "optimizer", None)):
+        state_dict.get("optimizer", state_dict).setdefault("state", {})
+        if "optimizer" in state_dict:
+            state_dict.setdefault("fp32_from_fp16_params", [])
     if _is_torch_adam(optimizer):
         for state in state_dict.get("optimizer", state_dict).get("state", {}).values():
             if isinstance(state, dict):

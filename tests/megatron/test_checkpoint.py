@@ -22,6 +22,17 @@ PADDED = {  # name: (layout whose buckets of gradients end with padding, ranks)
     "a bucket of the tied embedding": (NARROW.but(pp=2), 2),
     "many buckets": (NARROW.but(overlap=True), 1),
 }
+STAGES: dict[str, Layout] = {  # two layers on two stages, one of them without experts
+    f"{'no experts first' if first == 0 else 'no experts last'}, {name}": BASE.but(
+        layers=2, pp=2, model=(("moe_layer_freq", [first, 1 - first]),), **how
+    )
+    for first in (0, 1)
+    for name, how in {
+        "distributed": {},
+        "float32": {"distributed_optimizer": False},
+        "bfloat16": {"distributed_optimizer": False, "dtype": "bfloat16"},
+    }.items()
+}
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 BEFORE, AFTER = 3, 2
 
@@ -41,7 +52,9 @@ def _state(trainer: Trainer, loading: bool) -> dict[str, Any]:
 
 
 def _moments(trainer: Trainer) -> list[tuple]:
-    """The optimizer's first moments as pieces of global tensors, gathered over data-parallel ranks."""
+    """The distributed optimizer's first moments as pieces of global tensors, gathered over data-parallel ranks."""
+    if not trainer.layout.distributed_optimizer:
+        return []
     from megatron.core import parallel_state as mpu
 
     def of(parameter: torch.nn.Parameter) -> torch.Tensor:
@@ -167,6 +180,27 @@ def test_K2_padding_after_a_bucket_does_not_shift_the_optimizers_state(name: str
     saved = run_distributed_test(save, ranks, layout, str(tmp_path))
     _check(saved, [rank["same"] for rank in run_distributed_test(resume, ranks, [("same", layout)], str(tmp_path))])
     _check(saved, [run_distributed_test(resume, 1, [("alone", NARROW)], str(tmp_path))[0]["alone"]])
+
+
+def _save_and_resume(layouts: dict[str, Layout], folder: str) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+    found = {}
+    for number, (name, layout) in enumerate(layouts.items()):
+        where = f"{folder}/{number}"
+        Path(where).mkdir(exist_ok=True)
+        found[name] = save(layout, where), resume([(name, layout)], where)[name]
+    return found
+
+
+@pytest.fixture(scope="module")
+def stages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    return harness.on_ranks(_save_and_resume, 2, STAGES, str(tmp_path_factory.mktemp("stages")))
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_K1_a_pipeline_stage_without_experts_resumes(stages: dict[str, list[Any]], name: str) -> None:
+    """Its optimizer of experts has no parameters: it could not be saved or not be loaded, or the step was lost."""
+    for saved, resumed in stages[name]:
+        assert resumed["losses"] == saved["losses"] and resumed["norms"] == saved["norms"]
 
 
 @pytest.mark.slow
