@@ -436,6 +436,9 @@ def test_L2_a_launch_says_it_once_and_exits_2_before_training(
 TOLD = {
     "--fp16 --bf16": "bf16=True: Megatron asks for: not args.bf16",
     "--moe-router-group-topk 2": "moe_router_group_topk=2: When using group limited routing, moe_router_num",
+    "--moe-router-num-groups 2": "moe_router_group_topk=None: moe_router_num_groups and moe_router_group_topk are",
+    "--moe-router-num-groups 2 --moe-router-group-topk 1 --megablocks-token-rounding up": "megablocks_token_rounding="
+    "'up': needs moe_router_num_groups=None, not 2",
     "--recompute-granularity selective --recompute-modules foo": "recompute_modules=['foo']: Megatron asks for:",
     "--megablocks-layer experts --moe-routing-trace-path /dev/null/t": "moe_routing_trace_path='/dev/null/t': needs a",
     "--bf16 --fp32-residual-connection": "fp32_residual_connection=True: needs Transformer Engine's norms with torch.b",
