@@ -408,6 +408,9 @@ def _check_engine(args: argparse.Namespace) -> None:
 def _check_sizes(args: argparse.Namespace) -> None:
     if args.hidden_size and args.num_attention_heads:  # both come later with --use-checkpoint-args
         check_heads(args, args.num_query_groups if args.group_query_attention else None)
+    ranks = args.tensor_model_parallel_size * args.context_parallel_size
+    if args.sequence_parallel and args.seq_length and args.seq_length % ranks:
+        refuse("seq_length", args.seq_length, f"must be a multiple of {ranks}, its ranks with --sequence-parallel")
     if args.padded_vocab_size and args.vocab_size and args.padded_vocab_size < args.vocab_size:
         refuse("padded_vocab_size", args.padded_vocab_size, f"must be at least vocab_size={args.vocab_size}")
     frequency = args.moe_layer_freq
@@ -515,6 +518,8 @@ def _check_experts(args: argparse.Namespace, ranks: int) -> None:
     if isinstance(coefficients, list) and len(coefficients) != count:
         rule = f"must be one number for each of --moe-router-load-balancing-type, which has {count}"
         refuse("moe_aux_loss_coeff", coefficients, rule)
+    if "quantile_balancing" in kinds:
+        _check_quantile_balancing(args, count)
     tile, rounding = PREFIX + "token_rounding_tile", PREFIX + "token_rounding"
     if getattr(args, tile) is not None and getattr(args, rounding) is None:
         refuse(tile, getattr(args, tile), f"needs {flag_of(rounding)}, which alone reads it")
@@ -532,3 +537,19 @@ def _check_experts(args: argparse.Namespace, ranks: int) -> None:
         refuse("expert_model_parallel_size", size, f"must divide the {ranks} data-parallel ranks")
     if args.tensor_model_parallel_size > 1 and not args.sequence_parallel:
         refuse("tensor_model_parallel_size", args.tensor_model_parallel_size, "needs --sequence-parallel with experts")
+
+
+def _check_quantile_balancing(args: argparse.Namespace, kinds: int) -> None:
+    """Refuse what Megatron ignores with this balancing, or at which its first step fails. kinds: of balancing."""
+    field, balancing = "moe_router_load_balancing_type", "with moe_router_load_balancing_type='quantile_balancing'"
+    if kinds > 1:
+        refuse(field, args.moe_router_load_balancing_type, "must be 'quantile_balancing' alone, or not contain it")
+    if args.moe_router_topk == args.num_experts:
+        refuse("moe_router_topk", args.moe_router_topk, f"must be less than num_experts={args.num_experts} {balancing}")
+    pairs = args.micro_batch_size * (args.seq_length or 0) * args.moe_router_topk
+    if pairs % args.num_experts:
+        rule = f"must divide the {pairs} pairs of a micro-batch's tokens and their experts {balancing}"
+        refuse("num_experts", args.num_experts, rule)
+    for dest in ("moe_router_num_groups", "moe_router_fusion"):
+        if value := getattr(args, dest):
+            refuse(dest, value, f"must be left out {balancing}")

@@ -243,6 +243,8 @@ def flags_of(model: Model) -> dict[str, Any]:
             refuse("q_lora_rank", None, "must be a number for Megatron, which norms the queries' low rank")
         flags |= _values(model, _LATENT_SIZES) | {"--rope-type": "rope" if model.yarn is None else "yarn"}
         flags |= {"--multi-latent-attention": True, "--qk-layernorm": True}
+        if model.hidden_size % model.num_heads:  # Megatron asks for the quotient, but latent attention reads none
+            flags["--kv-channels"] = model.head_dim
     if model.yarn is not None:
         flags |= dict(zip(("--rotary-scaling-factor", "--mscale", "--mscale-all-dim"), model.yarn, strict=True))
     if model.clamp is None:

@@ -7,6 +7,7 @@ distillation and fill-in-the-middle; `arguments.UNSUPPORTED` refuses their flags
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.util import find_spec
@@ -69,13 +70,23 @@ def model_config(args: argparse.Namespace) -> Any:
     return config
 
 
+_FLAGS = {
+    "ffn_hidden_size": "moe_ffn_hidden_size",
+    "top_k": "moe_router_topk",
+    "num_groups": "moe_router_num_groups",
+    "group_top_k": "moe_router_group_topk",
+    "expert_score_bias": "moe_router_enable_expert_bias",
+}
+"""Fields of MoEConfig, and Megatron's flags that set them."""
+
+
 def _check_experts(config: TransformerConfig, settings: MegaBlocksSettings) -> None:
     try:
         moe_config(config, settings)
-    except ConfigError as error:  # it names a field of MoEConfig, not the flag
-        field = str(error).split("=")[0]
-        prefix = "moe_" if field == "ffn_hidden_size" else PREFIX if hasattr(settings, field) else ""
-        raise ConfigError(f"{prefix}{error}") from None
+    except ConfigError as error:  # it names fields of MoEConfig, not the flags
+        text = re.sub(rf"\b({'|'.join(_FLAGS)})\b", lambda found: _FLAGS[found[0]], str(error))
+        prefix = PREFIX if hasattr(settings, text.split("=")[0]) else ""
+        raise ConfigError(f"{prefix}{text}") from None
 
 
 def get_batch(data_iterator: Iterator[dict[str, Tensor]], vp_stage: int | None) -> dict[str, Tensor | None]:

@@ -140,10 +140,14 @@ def check_engine(config: TransformerConfig) -> None:
     if config.cuda_graph_impl == "full_iteration" and not hasattr(config, "megablocks"):
         driver = "megablocks.megatron.pretrain_gpt, which does not move the memory that a captured step writes"
         refuse("cuda_graph_impl", config.cuda_graph_impl, f"must be 'none' outside of {driver}")
-    if config.fp32_residual_connection and config.params_dtype != torch.float32:
-        if not HAVE_TE or config.transformer_impl != "transformer_engine":
+    if not HAVE_TE or config.transformer_impl != "transformer_engine":
+        if config.fp32_residual_connection and config.params_dtype != torch.float32:
             rule = f"needs Transformer Engine's norms with {config.params_dtype}; others keep the residual's dtype"
             refuse("fp32_residual_connection", True, rule)
+        if config.multi_latent_attention and config.tensor_model_parallel_size > 1:
+            # Each rank would keep only its own heads' part of the gradient of the keys' positions.
+            rule = "must be 1 with multi_latent_attention without Transformer Engine's layers, or gradients are wrong"
+            refuse("tensor_model_parallel_size", config.tensor_model_parallel_size, rule)
     if config.recompute_granularity == "selective" and "mlp" in (config.recompute_modules or ()):
         frequency = config.moe_layer_freq
         is_dense = 0 in frequency if isinstance(frequency, list) else frequency > 1

@@ -77,6 +77,9 @@ class MegaBlocksMoELayer(MoELayer):
     ) -> tuple[Tensor, None]:
         """hidden_states (S, B, H), padding_mask (B, S) bool, True = padding → ((S, B, H), None)."""
         assert intermediate_tensors is None, "check_config refuses the CUDA graphs that would pass these"
+        if (self.moe_layer_recompute or self.shared_experts_recompute) and not hidden_states.requires_grad:
+            # Above frozen layers Megatron's checkpoint would compute no gradients, not even of the layer's weights.
+            hidden_states = hidden_states.detach().requires_grad_()
         if padding_mask is not None:
             padding_mask = padding_mask.transpose(0, 1).bool()
         if self.moe_layer_recompute and self.training:

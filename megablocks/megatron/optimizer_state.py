@@ -18,6 +18,16 @@ The other optimizers have the first fault too, when they save. At a large loss s
 and a checkpoint from before the first update could not be loaded. SGD's state could never be loaded, because Megatron
 has no function that fills it. Fix: fill it as well, also before a load.
 
+All optimizers have one more fault. The format that can be resharded takes a parameter's state from the state of all
+buckets of gradients in a row. Megatron leaves out the padding behind each bucket there, but counts it where the next
+bucket begins. If a bucket does not end at a multiple of 128 elements, the state of the next one, and with it its
+weights, was saved shifted, without an error: of a pipeline's tied embedding, or with overlapped gradients of most
+parameters. Fix: keep the padding.
+
+A pipeline stage without experts has an optimizer without parameters beside its other one. The distributed optimizer
+could then not be saved, and the others not be loaded. If it was the first stage, which writes the steps, the experts'
+steps began at 0 again. Fix: such an optimizer has the step of the other one, and loads nothing.
+
 Apart from the state: Megatron does not decay parameters of one dimension, which biases usually are. The biases of our
 experts have two. Fix: do not decay them either.
 """
@@ -29,10 +39,13 @@ from typing import Any
 import torch
 from megatron.core import optimizer as megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer
 from megatron.core.optimizer.optimizer_config import ParamKey
 
 from megablocks.megatron.wrap import wrap
+
+_NO_PARAMETER = "no parameter"
+"""Key of the state that holds the step of an optimizer without parameters while it is saved."""
 
 
 def install() -> None:
@@ -42,9 +55,11 @@ def install() -> None:
         state_dict=_with_state,
         load_state_dict=_with_own_steps,
         _set_main_param_and_optimizer_states=_without_steps,
+        sharded_param_state_fully_reshardable=_with_padding,
     )
     for kind in (Float16OptimizerWithFloat16Params, FP32Optimizer):
         wrap(kind, sharded_state_dict=_with_state, load_state_dict=_with_a_step)
+    wrap(ChainedOptimizer, sharded_state_dict=_with_a_common_step)
     wrap(megatron_optimizer, _get_param_groups=_without_decay_of_biases)
 
 
@@ -73,7 +88,30 @@ def _with_state(original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any
                 state.update({name: torch.zeros_like(parameter) for name in names})
                 if not is_sgd:
                     state["step"] = torch.zeros((), dtype=torch.float32)
-    return original(optimizer, *args, **kwargs)
+    is_empty = _lacks_parameters(inner)
+    if is_empty and _is_torch_adam(optimizer):
+        inner.state[_NO_PARAMETER] = {"step": getattr(optimizer, "common_step", torch.zeros(()))}
+    found = original(optimizer, *args, **kwargs)
+    if is_empty:
+        inner.state.clear()
+        found.get("optimizer", found).get("state", {}).pop(_NO_PARAMETER, None)
+        found.pop("fp32_from_fp16_params", None)  # without parameters, its lists do not fit those of other stages
+    return found
+
+
+def _lacks_parameters(inner: Any) -> bool:
+    """Whether torch's optimizer has no parameters on this rank."""
+    return inner is not None and not any(group["params"] for group in inner.param_groups)
+
+
+def _with_a_common_step(original: Any, chained: Any, *args: Any, **kwargs: Any) -> Any:
+    """Wraps `sharded_state_dict` of several optimizers: those without parameters take the step of the others."""
+    optimizers = [one for one in chained.chained_optimizers if _is_torch_adam(one)]
+    states = (state for one in optimizers for state in one.optimizer.state.values() if "step" in state)
+    if (state := next(states, None)) is not None:
+        for one in optimizers:
+            one.common_step = state["step"]
+    return original(chained, *args, **kwargs)
 
 
 def _with_own_steps(original: Any, optimizer: Any, state_dict: Any) -> None:
@@ -86,7 +124,14 @@ def _with_own_steps(original: Any, optimizer: Any, state_dict: Any) -> None:
 
 
 def _with_a_step(original: Any, optimizer: Any, state_dict: Any) -> None:
-    """Wraps `load_state_dict` of the others: Megatron does not save a step of 0, but Adam requires one."""
+    """Wraps `load_state_dict` of the others: Megatron does not save a step of 0, but Adam requires one.
+
+    Neither does it save what an optimizer without parameters lacks.
+    """
+    if _lacks_parameters(getattr(optimizer, "optimizer", None)):
+        state_dict.get("optimizer", state_dict).setdefault("state", {})
+        if "optimizer" in state_dict:
+            state_dict.setdefault("fp32_from_fp16_params", [])
     if _is_torch_adam(optimizer):
         for state in state_dict.get("optimizer", state_dict).get("state", {}).values():
             if isinstance(state, dict):
@@ -100,3 +145,17 @@ def _without_steps(original: Any, optimizer: Any, model_param: Any, tensors: dic
         tensors = {**tensors, "step": None}  # the original skips a value that is not a tensor
     with torch.no_grad():
         original(optimizer, model_param, tensors)
+
+
+def _with_padding(original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Wraps `sharded_param_state_fully_reshardable`: while it runs, the sizes without padding are those with it."""
+    sizes = [(buffer, buffer.numel) for buffer in optimizer.buffers]
+    sizes += [(bucket, bucket.grad_data.numel()) for buffer in optimizer.buffers for bucket in buffer.buckets]
+    before = [part.numel_unpadded for part, _ in sizes]
+    try:
+        for part, size in sizes:
+            part.numel_unpadded = size
+        return original(optimizer, *args, **kwargs)
+    finally:
+        for (part, _), size in zip(sizes, before, strict=True):
+            part.numel_unpadded = size

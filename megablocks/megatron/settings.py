@@ -97,9 +97,11 @@ def check_heads(args: Any, query_groups: int | None) -> None:
         refuse("num_attention_heads", heads, f"must divide hidden_size={hidden}, or give --kv-channels")
     if query_groups is not None and heads % query_groups:
         refuse("num_query_groups", query_groups, f"must divide num_attention_heads={heads}")
-    width = args.kv_channels or hidden // heads
+    rotated, width = "kv_channels", args.kv_channels or hidden // heads
+    if getattr(args, "multi_latent_attention", False):
+        rotated, width = "qk_pos_emb_head_dim", args.qk_pos_emb_head_dim
     if args.position_embedding_type == "rope" and width % 2:
-        refuse("kv_channels", width, "must be even with --position-embedding-type rope")
+        refuse(rotated, width, "must be even with --position-embedding-type rope")
 
 
 @dataclass(frozen=True, kw_only=True)

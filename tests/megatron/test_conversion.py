@@ -36,7 +36,7 @@ QWEN = {"num_experts": 5, "moe_intermediate_size": 28, "intermediate_size": 36, 
 DEEPSEEK = {
     "n_routed_experts": 6, "moe_intermediate_size": 28, "intermediate_size": 36, "n_shared_experts": 2, "n_group": 3,
     "topk_group": 2, "num_experts_per_tok": 4, "first_k_dense_replace": 1, "routed_scaling_factor": 1.7,
-    "num_key_value_heads": 4,
+    "num_attention_heads": 8, "num_key_value_heads": 8,
     "q_lora_rank": 18, "kv_lora_rank": 14, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 8,
     "num_nextn_predict_layers": 0, "rms_norm_eps": 1e-6,
 }  # fmt: skip
@@ -56,7 +56,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmoe_normalized": ("Olmoe", {"num_experts": 5, "intermediate_size": 28, "norm_topk_prob": True}),
     "qwen3_moe": ("Qwen3Moe", {**QWEN, "norm_topk_prob": True}),
     "deepseek_v3": ("DeepseekV3", DEEPSEEK),
-    "deepseek_v3_yarn": ("DeepseekV3", {**DEEPSEEK, "rope_parameters": YARN, "first_k_dense_replace": 0}),
+    "deepseek_v3_yarn": ("DeepseekV3", {**DEEPSEEK, "rope_parameters": YARN, "first_k_dense_replace": 0,
+                                         "num_attention_heads": 5, "num_key_value_heads": 5}),
     "gpt_oss": ("GptOss", GPT_OSS),
     "qwen3_moe_dense": ("Qwen3Moe", {**QWEN, "mlp_only_layers": [1], "tie_word_embeddings": True}),
 }  # fmt: skip

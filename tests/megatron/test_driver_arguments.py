@@ -202,6 +202,7 @@ def test_help_lists_the_flags(parser: argparse.ArgumentParser) -> None:
 
 SAVES = "--save /tmp/nowhere --save-interval 4 "
 TWO = "--moe-router-load-balancing-type aux_loss seq_aux_loss --moe-aux-loss-coeff"
+QUANTILES = "--num-experts 8 --moe-router-load-balancing-type quantile_balancing "
 REFUSED = {
     "--megablocks-fixed-validation --full-validation": "megablocks_fixed_validation=True: must be left out with",
     "--megablocks-fused-loss-kept-gib -1": "megablocks_fused_loss_kept_gib=-1.0: must be >= 0",
@@ -256,6 +257,8 @@ REFUSED = {
     "--lr-warmup-fraction 1": "lr_warmup_fraction=1.0: must be >= 0 and < 1",
     "--group-query-attention --num-query-groups 3": "num_query_groups=3: must divide num_attention_heads=4",
     "--position-embedding-type rope --kv-channels 7": "kv_channels=7: must be even with --position-embedding-type rope",
+    "--tensor-model-parallel-size 2 --sequence-parallel --seq-length 33": "seq_length=33: must be a multiple of 2, its",
+    "--position-embedding-type rope --multi-latent-attention --qk-pos-emb-head-dim 7": "qk_pos_emb_head_dim=7: must be",
     "--hidden-dropout 2": "hidden_dropout=2.0: must be 0 to 1",
     "--num-experts 8 --expert-tensor-parallel-size 3": "expert_tensor_parallel_size=3: times expert_model",
     "--yaml-cfg flags.yaml": "yaml_cfg='flags.yaml': must be left out; Megatron's YAML",
@@ -311,6 +314,10 @@ REFUSED = {
     "--reset-attention-mask --no-create-attention-mask-in-dataloader": "create_attention_mask_in_dataloader=False: ",
     "--vocab-size 100 --padded-vocab-size 64": "padded_vocab_size=64: must be at least vocab_size=100",
     "--num-experts 8 --moe-router-load-balancing-type sinkhorn --moe-loss-weight 1": "moe_aux_loss_coeff=0.5: must be",
+    QUANTILES + "--moe-router-topk 8": "moe_router_topk=8: must be less than num_experts=8 with moe_router_load_bal",
+    QUANTILES + "--moe-router-topk 1 --seq-length 33": "num_experts=8: must divide the 66 pairs of a micro-batch's tok",
+    QUANTILES + "aux_loss": "moe_router_load_balancing_type=['quantile_balancing', 'aux_loss']: must be 'quantile_bala",
+    QUANTILES + "--moe-router-num-groups 2 --moe-router-group-topk 1": "moe_router_num_groups=2: must be left out wit",
     "--num-experts 8 --moe-aux-loss-coeff 1 2": "moe_aux_loss_coeff=[1.0, 2.0]: must be one number for each of "
     "--moe-router-load-balancing-type, which has 1",
     "--num-experts 8 --moe-aux-loss-coeff 1 2 --moe-router-load-balancing-type aux_loss": "moe_aux_loss_coeff=[1.0, 2",
@@ -503,6 +510,9 @@ def test_L2_a_launch_says_it_once_and_exits_2_before_training(
 TOLD = {
     "--fp16 --bf16": "bf16=True: Megatron asks for: not args.bf16",
     "--moe-router-group-topk 2": "moe_router_group_topk=2: When using group limited routing, moe_router_num",
+    "--moe-router-num-groups 2": "moe_router_group_topk=None: moe_router_num_groups and moe_router_group_topk are",
+    "--moe-router-num-groups 2 --moe-router-group-topk 1 --megablocks-token-rounding up": "megablocks_token_rounding="
+    "'up': needs moe_router_num_groups=None, not 2",
     "--recompute-granularity selective --recompute-modules foo": "recompute_modules=['foo']: Megatron asks for:",
     "--megablocks-layer experts --moe-routing-trace-path /dev/null/t": "moe_routing_trace_path='/dev/null/t': needs a",
     "--bf16 --fp32-residual-connection": "fp32_residual_connection=True: needs Transformer Engine's norms with torch.b",

@@ -283,3 +283,35 @@ def _pairs() -> list[int]:
 def test_R9_an_evaluation_rounds_no_tokens() -> None:
     ((rounded, evaluated),) = run_distributed_test(_pairs, 1)
     assert rounded % 7 == 0 and evaluated == 20
+
+
+def _gradients_above_frozen_layers(recomputed: list[str]) -> list[dict[str, torch.Tensor]]:
+    """The gradients of a layer whose input needs none, for each of Megatron's recompute modules."""
+    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    from megablocks.megatron.settings import MegaBlocksSettings
+    from megablocks.megatron.specs import _moe_layer
+
+    harness.initialize(harness.Layout())
+    builder = _moe_layer(get_moe_module_spec(use_te=False, num_experts=4, moe_grouped_gemm=False), MegaBlocksSettings())
+    found = []
+    for modules in recomputed:
+        fields = (("moe_shared_expert_intermediate_size", 40),)
+        config = harness.transformer_config(harness.Layout(recompute=modules, model=fields))
+        torch.manual_seed(3)
+        model_parallel_cuda_manual_seed(3)
+        layer = builder(config=config).train()
+        layer.set_layer_number(1)
+        layer(torch.randn(7, 2, config.hidden_size))[0].square().sum().backward()
+        found.append({name: parameter.grad for name, parameter in layer.named_parameters()})
+    return found
+
+
+def test_N5_a_recomputed_layer_above_frozen_layers_has_all_gradients() -> None:
+    """Megatron's checkpoint of an input without a gradient computed none, and the run went on without an error."""
+    plain, *others = run_distributed_test(_gradients_above_frozen_layers, 1, ["", "moe", "shared_experts"])[0]
+    for found in others:
+        assert found.keys() == plain.keys()
+        for name, gradient in plain.items():
+            assert gradient.any() and found[name] is not None and torch.equal(found[name], gradient), name

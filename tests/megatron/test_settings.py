@@ -361,6 +361,17 @@ def test_L2_a_recomputed_dense_layer_with_biases_is_refused() -> None:
             check_engine(config)
 
 
+def test_L2_latent_attention_over_tensor_parallel_ranks_is_refused() -> None:
+    """The gradient of the keys' positions had only the heads of one rank: 3 to 11 % of a matrix's gradient."""
+    from megablocks.megatron.model_config import check_engine
+
+    config = _config(tensor_model_parallel_size=2, sequence_parallel=True)
+    check_engine(config)
+    config.multi_latent_attention = True
+    with pytest.raises(ConfigError, match="^tensor_model_parallel_size=2: must be 1 with multi_latent_attention"):
+        check_engine(config)
+
+
 def test_L2_recompute_that_needs_transformer_engine_is_named() -> None:
     from megatron.core.extensions.transformer_engine import HAVE_TE
 
