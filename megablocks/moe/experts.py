@@ -403,7 +403,7 @@ class _ScaleGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
         ctx.scale = scale
-        return x.view_as(x)
+        return x.detach()  # not a view: FSDP2 warns if a module returns one
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:

@@ -248,7 +248,7 @@ def from_flags(options: argparse.Namespace) -> Model:
     given = {f.name: getattr(options, f.name) for f in dataclasses.fields(Model)}
     for one in dataclasses.fields(Model):
         if one.default is dataclasses.MISSING and given[one.name] is None:
-            raise ConfigError(f"{flag_of(one.name)} is missing; give it, or a driver's command line after --")
+            raise ConfigError(f"{flag_of(one.name)} is missing; give it, or the driver's flags after --")
     return Model(**{name: value for name, value in given.items() if value is not None})
 
 

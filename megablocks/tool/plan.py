@@ -3,8 +3,8 @@
     python -m megablocks plan --gpus 8 -- DRIVER FLAGS
     python -m megablocks plan --num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 …
 
-After -- comes a command line of the driver, megablocks.megatron.pretrain_gpt; the driver's own parser reads it. Put
---gpus, --gpu and --json before --. Without --, use the flags below, which need no Megatron. They equal the driver's
+After -- come flags of the driver, megablocks.megatron.pretrain_gpt; the driver's own parser reads them. Put --gpus,
+--gpu and --json before --. Without --, use the flags below, which need no Megatron. They equal the driver's
 flags; ours have no --megablocks- prefix.
 Exit code 0: it fits. 1: it does not; the last line says what to change. 2: bad arguments.
 """
@@ -44,7 +44,7 @@ def model_of(argv: Sequence[str]) -> tuple[Model, argparse.Namespace]:
     parser.add_argument("--json", action="store_true")
     options, others = parser.parse_known_args(words[:cut])
     if others:
-        raise ConfigError(f"{others[0]}: no flag of plan; give a command line of the driver after --")
+        raise ConfigError(f"{others[0]}: no flag of plan; give the driver's flags after --")
     if cut is None:
         return from_flags(options), options
     given = [f.name for f in dataclasses.fields(Model) if getattr(options, f.name) is not None]
@@ -52,10 +52,13 @@ def model_of(argv: Sequence[str]) -> tuple[Model, argparse.Namespace]:
         if name not in _OF_THE_MACHINE:
             raise ConfigError(f"{flag_of(name)}: give it after --, with the driver's flags")
     check_options(Model, vars(options))
+    flags = words[cut + 1 :]
+    if flags and not flags[0].startswith("-"):
+        raise ConfigError(f"{flags[0]}: leave it out; only the driver's flags come after --, and --gpus N before --")
     need_megatron()
     from megablocks.megatron.planned import parse
 
-    args = parse(words[cut + 1 :], options.gpus or 1)
+    args = parse(flags, options.gpus or 1)
     return from_driver(args, Model.gpu if options.gpu is None else options.gpu), options
 
 

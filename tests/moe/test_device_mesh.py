@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import warnings
 from functools import partial
 from pathlib import Path
 
@@ -279,7 +280,9 @@ def _run_page(page):
     """The page's examples, in this process group. Behind the second stands the norm of clipped gradients."""
     train_file, clip = re.findall(r"(?ms)^```python fragment\n(.+?)^```", page)
     names = {}
-    exec(train_file.replace("dist.init_process_group()\n", ""), names)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*view tensor")  # FSDP2's, about gradients that may be wrong
+        exec(train_file.replace("dist.init_process_group()\n", ""), names)
     model, tokens = names["model"], names["tokens"]
     later = (model(tokens) - tokens).square().mean()
     (1e4 * later).backward()

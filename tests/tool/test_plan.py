@@ -291,8 +291,8 @@ def test_a_layout_for_which_megatron_asks_the_gpu_is_read_without_one(flags: str
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (FLAGS[:-2], "--micro-batch-size is missing; give it, or a driver's command line after --"),
-        ([*FLAGS, "--moe-num-experts", "4"], "--moe-num-experts: no flag of plan; give a command line of the driver"),
+        (FLAGS[:-2], "--micro-batch-size is missing; give it, or the driver's flags after --"),
+        ([*FLAGS, "--moe-num-experts", "4"], "--moe-num-experts: no flag of plan; give the driver's flags after --"),
         ([*FLAGS, "--tensor-model-parallel-size", "2"], "gpus=1: must be a multiple of TP · PP · CP = 2"),
         ([*FLAGS, "--num-experts", "3", "--moe-router-topk", "4"], "moe_router_topk=4: must be 1 to num_experts=3"),
         ([*FLAGS, "--mlp-impl", "reference"], "mlp_impl='reference': is for tests; nothing is known about its time"),
@@ -335,6 +335,8 @@ def test_a_layout_for_which_megatron_asks_the_gpu_is_read_without_one(flags: str
         ([*FLAGS, "--qk-norm", "all"], "qk_norm='all': needs qk_layernorm=True and TP 1, not False and 1"),
         (["--gpus", "0", "--", *FLAGS], "gpus=0: must be >= 1"),
         (["--num-layers", "2", "--"], "--num-layers: give it after --, with the driver's flags"),
+        (["--", "torchrun", "-m", "megablocks.megatron.pretrain_gpt", *DRIVER_FLAGS],
+         "torchrun: leave it out; only the driver's flags come after --, and --gpus N before --"),
         (["--", "--num-layer", "2"], "--num-layer: no such flag, did you mean --num-layers?"),
         (["--", *FLAGS, "--num-experts", "4", "--megablocks-layer", "tutel"], "megablocks_"),
         (
