@@ -144,10 +144,8 @@ def check_engine(config: TransformerConfig) -> None:
         if config.fp32_residual_connection and config.params_dtype != torch.float32:
             rule = f"needs Transformer Engine's norms with {config.params_dtype}; others keep the residual's dtype"
             refuse("fp32_residual_connection", True, rule)
-        if config.multi_latent_attention and config.tensor_model_parallel_size > 1:
-            # Each rank would keep only its own heads' part of the gradient of the keys' positions.
-            rule = "must be 1 with multi_latent_attention without Transformer Engine's layers, or gradients are wrong"
-            refuse("tensor_model_parallel_size", config.tensor_model_parallel_size, rule)
+        if config.multi_latent_attention:
+            _check_latent(config)
     if config.recompute_granularity == "selective" and "mlp" in (config.recompute_modules or ()):
         frequency = config.moe_layer_freq
         is_dense = 0 in frequency if isinstance(frequency, list) else frequency > 1
@@ -165,6 +163,18 @@ def check_engine(config: TransformerConfig) -> None:
         for module in ("layernorm", "mla_up_proj"):
             if module in (config.recompute_modules or ()):
                 refuse("recompute_modules", module, "needs Transformer Engine, which is not installed")
+
+
+def _check_latent(config: TransformerConfig) -> None:
+    """Refuse latent attention that Megatron computes wrongly, or not at all, without Transformer Engine's layers."""
+    without = "with multi_latent_attention without Transformer Engine's layers"
+    if (size := config.tensor_model_parallel_size) > 1:
+        # Each rank would keep only its own heads' part of the gradient of the keys' positions.
+        refuse("tensor_model_parallel_size", size, f"must be 1 {without}, or gradients are wrong")
+    if config.qk_layernorm and getattr(config, "q_lora_rank", 0) is None:
+        refuse("qk_layernorm", True, f"needs q_lora_rank {without}, whose norm it is")
+    if settings_of(config).attention == "megatron":
+        refuse("megablocks_attention", "megatron", f"must be 'sdpa' {without}")
 
 
 def _check_clamp(config: TransformerConfig) -> None:

@@ -361,7 +361,7 @@ def test_L2_a_recomputed_dense_layer_with_biases_is_refused() -> None:
             check_engine(config)
 
 
-def test_L2_latent_attention_over_tensor_parallel_ranks_is_refused() -> None:
+def test_L2_latent_attention_that_megatron_computes_wrongly_or_not_is_refused() -> None:
     """The gradient of the keys' positions had only the heads of one rank: 3 to 11 % of a matrix's gradient."""
     from megablocks.megatron.model_config import check_engine
 
@@ -369,6 +369,14 @@ def test_L2_latent_attention_over_tensor_parallel_ranks_is_refused() -> None:
     check_engine(config)
     config.multi_latent_attention = True
     with pytest.raises(ConfigError, match="^tensor_model_parallel_size=2: must be 1 with multi_latent_attention"):
+        check_engine(config)
+    config.tensor_model_parallel_size, config.qk_layernorm, config.q_lora_rank = 1, True, None
+    with pytest.raises(ConfigError, match="^qk_layernorm=True: needs q_lora_rank with multi_latent_attention"):
+        check_engine(config)
+    config.q_lora_rank = 8
+    check_engine(config)
+    config.megablocks = MegaBlocksSettings(attention="megatron")
+    with pytest.raises(ConfigError, match="^megablocks_attention='megatron': must be 'sdpa' with multi"):
         check_engine(config)
 
 
