@@ -13,7 +13,9 @@ import torch
 pytest.importorskip("megatron.training")
 
 from megablocks.megatron import guards as module  # noqa: E402
+from megablocks.megatron.checkpoints import Checkpoints  # noqa: E402
 from megablocks.megatron.guards import Guards  # noqa: E402
+from megablocks.monitor.guards import LossWindow, NonFiniteError  # noqa: E402
 
 
 def guards_of(defers: bool = True, **changes: Any) -> Guards:
@@ -76,3 +78,16 @@ def test_F4_a_spike_is_a_mean_over_tokens(monkeypatch: pytest.MonkeyPatch) -> No
     guards.observe(torch.tensor(400.0), torch.tensor(4))
     guards._step(lambda: (True, torch.tensor(1.0), None))
     assert guards.read()
+
+
+def test_F3_every_save_reads_the_guard_first() -> None:
+    """One that a signal asks for too, in a step that would not read it."""
+
+    def read() -> None:
+        raise NonFiniteError("step 3")
+
+    saved: list[int] = []
+    args = argparse.Namespace(save="folder", ckpt_format="torch")
+    with pytest.raises(NonFiniteError):
+        Checkpoints(args, None, LossWindow(4, 0), read)._save(saved.append, 3)
+    assert not saved
