@@ -624,9 +624,10 @@ def test_L5_a_folder_with_checkpoints_is_not_written_over(tmp_path: Path) -> Non
     from megablocks.megatron.checkpoints import choose_checkpoint
 
     (tmp_path / "iter_0000020").mkdir()
-    args = argparse.Namespace(save=str(tmp_path), load=None, ckpt_format="torch_dist", ckpt_step=None)
-    with pytest.raises(ConfigError, match=r"holds a run's checkpoints up to iteration 20; resume it with --load"):
-        choose_checkpoint(args)
+    for load in (None, str(tmp_path / "another run")):
+        args = argparse.Namespace(save=str(tmp_path), load=load, ckpt_format="torch_dist", ckpt_step=None)
+        with pytest.raises(ConfigError, match=r"holds a run's checkpoints up to iteration 20; resume it with --load"):
+            choose_checkpoint(args)
 
 
 _WITHOUT = """

@@ -13,7 +13,9 @@ import torch
 pytest.importorskip("megatron.training")
 
 from megablocks.megatron import guards as module  # noqa: E402
+from megablocks.megatron.checkpoints import Checkpoints  # noqa: E402
 from megablocks.megatron.guards import Guards  # noqa: E402
+from megablocks.monitor.guards import LossWindow, NonFiniteError  # noqa: E402
 
 
 def guards_of(defers: bool = True, **changes: Any) -> Guards:
@@ -35,10 +37,10 @@ def counted(guards: Guards, norm: Any = None) -> list[float]:
 
 
 def test_N3_any_loss_that_is_not_finite_counts_and_spoils_no_sum() -> None:
-    guards = guards_of()
-    for loss in (math.nan, math.inf, -math.inf):
-        guards.observe(torch.tensor(loss), torch.tensor(4))
-    assert counted(guards) == [10, 16, 3, 0] and guards._bad
+    for guards in (guards_of(), guards_of(fp16=True)):
+        for loss in (math.nan, math.inf, -math.inf):
+            guards.observe(torch.tensor(loss), torch.tensor(4))
+        assert counted(guards) == [10, 16, 3, 0] and guards._bad
     assert counted(guards_of()) == [10, 4, 0, 0]
 
 
@@ -67,12 +69,25 @@ def test_the_host_reads_before_all_that_keeps_or_ends() -> None:
 
 
 def test_F4_a_spike_is_a_mean_over_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module.dist, "all_reduce", lambda table: table.mul_(2))  # two ranks with the same sums
+    monkeypatch.setattr(module.dist, "all_reduce", lambda table: table.add_(torch.tensor([30.0, 4, 0, 0])))
     monkeypatch.setattr(module, "print_rank_0", lambda _: None)
     guards = guards_of()
     for _ in range(4):
         counted(guards)
-    assert not guards.read() and guards.window.median() == 2.5
-    guards.observe(torch.tensor(40.0), torch.tensor(4))
+    assert not guards.read() and guards.window.median() == 5.0, "of both ranks"
+    guards.observe(torch.tensor(400.0), torch.tensor(4))
     guards._step(lambda: (True, torch.tensor(1.0), None))
     assert guards.read()
+
+
+def test_F3_every_save_reads_the_guard_first() -> None:
+    """One that a signal asks for too, in a step that would not read it."""
+
+    def read() -> None:
+        raise NonFiniteError("step 3")
+
+    saved: list[int] = []
+    args = argparse.Namespace(save="folder", ckpt_format="torch")
+    with pytest.raises(NonFiniteError):
+        Checkpoints(args, None, LossWindow(4, 0), read)._save(saved.append, 3)
+    assert not saved
