@@ -243,8 +243,7 @@ def choose_checkpoint(args: argparse.Namespace) -> None:
         ConfigError: --save holds checkpoints that this run does not resume from.
         CheckpointError: the checkpoint is missing or damaged.
     """
-    resumes = args.save and args.load and os.path.realpath(args.save) == os.path.realpath(args.load)
-    if args.save and not resumes and (found := atomic.iterations(args.save)):
+    if args.save and not _resumes(args) and (found := atomic.iterations(args.save)):
         what = f"holds a run's checkpoints up to iteration {found[-1]}"
         refuse("save", args.save, f"{what}; resume it with --load {args.save}, or choose an empty folder")
     if args.ckpt_format != "torch_dist":
@@ -254,6 +253,11 @@ def choose_checkpoint(args: argparse.Namespace) -> None:
     if not args.load and args.pretrained_checkpoint:
         args.load, args.finetune = args.pretrained_checkpoint, True
         _choose(args)
+
+
+def _resumes(args: argparse.Namespace) -> bool:
+    """Return whether --load is the folder of --save, which holds no checkpoint at the first start."""
+    return bool(args.save and args.load) and os.path.realpath(args.save) == os.path.realpath(args.load)
 
 
 def _choose(args: argparse.Namespace) -> None:
@@ -283,6 +287,10 @@ def _choose(args: argparse.Namespace) -> None:
             raise CheckpointError(f"{args.load}: no checkpoint to resume from (--exit-on-missing-checkpoint)")
         if args.load == args.pretrained_checkpoint:
             raise CheckpointError(f"{args.load}: no complete checkpoint to start with (--pretrained-checkpoint)")
+        saves_nothing = args.save == ""  # --save=, after a --load of exp/common.sh
+        if not (_resumes(args) or saves_nothing or args.pretrained_checkpoint):
+            advice = "correct --load, or leave it out to start at iteration 0 (only the folder of --save may be empty)"
+            raise CheckpointError(f"{args.load}: holds no checkpoint; {advice}")
         if first:
             print(f"{args.load}: no checkpoint to resume from, starting at iteration 0", flush=True)
         args.load = None

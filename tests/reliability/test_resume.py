@@ -339,6 +339,14 @@ def test_a_checkpoint_that_must_be_there_and_is_not(driver: Driver, checkpoint: 
     assert f"{tmp_path / 'none'}: no checkpoint to resume from" in line
 
 
+@pytest.mark.parametrize("flags", ["", "--save run --save-interval 9"])
+def test_a_misspelled_folder_is_not_a_first_start(driver: Driver, tmp_path: Path, flags: str) -> None:
+    """Without the weights that --load should give, it trained new ones."""
+    folder = tmp_path / "none"
+    line = line_of(driver, *STEPS, "--load", folder, *flags.split())
+    assert f"{folder}: holds no checkpoint; correct --load, or leave it out to start at iteration 0 (only" in line
+
+
 def test_a_checkpoint_that_is_named_itself_is_not_taken_for_an_empty_folder(driver: Driver, checkpoint: Path) -> None:
     folder = atomic.folder_of(checkpoint, 2)
     line = line_of(driver, *STEPS, "--load", folder)
