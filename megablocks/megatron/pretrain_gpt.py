@@ -51,7 +51,8 @@ def missing() -> str | None:
         lacking.append("megatron-core")
     if not lacking:
         return None
-    return f"not installed: {', '.join(lacking)}; run: pip install 'megablocks[megatron]'  (or -e '.[megatron]' here)"
+    # Not 'megablocks[megatron]': in a checkout that is not installed, pip would take 0.10 from PyPI.
+    return f"not installed: {', '.join(lacking)}; run in a checkout: pip install '.[megatron]'"
 
 
 def single_process_environment() -> None:
