@@ -18,11 +18,11 @@ The other optimizers have the first fault too, when they save. At a large loss s
 and a checkpoint from before the first update could not be loaded. SGD's state could never be loaded, because Megatron
 has no function that fills it. Fix: fill it as well, also before a load.
 
-All optimizers have one more fault. The format that can be resharded takes a parameter's state from the state of all
-buckets of gradients in a row. Megatron leaves out the padding behind each bucket there, but counts it where the next
-bucket begins. If a bucket does not end at a multiple of 128 elements, the state of the next one, and with it its
-weights, was saved shifted, without an error: of a pipeline's tied embedding, or with overlapped gradients of most
-parameters. Fix: keep the padding.
+With every optimizer, the distributed one has a fifth fault, which makes a resumed run train wrongly too. Megatron's
+format that can be resharded takes a parameter's state from the state of all buckets of gradients in a row. It leaves
+out the padding behind each bucket there, but counts it where the next bucket begins. If a bucket did not end at a
+multiple of 128 elements, the state of the next one, and with it its weights, was saved shifted: of a pipeline's tied
+embedding, or, with overlapped gradients, of most parameters. Fix: keep the padding.
 
 A pipeline stage without experts has an optimizer without parameters beside its other one. The distributed optimizer
 could then not be saved, and the others not be loaded. If it was the first stage, which writes the steps, the experts'
