@@ -66,9 +66,9 @@ def drop_beyond_capacity(routing: Routing, config: MoEConfig, group: ProcessGrou
 
 def _gather(mine: Tensor, group: ProcessGroup | None) -> Tensor:
     """(n,) of every rank → (ranks, n)."""
-    table = mine.new_empty(group_size(group) * mine.shape[0])
-    dist.all_gather_into_tensor(table, mine.contiguous(), group=group)
-    return table.view(-1, mine.shape[0])
+    table = mine.new_empty(group_size(group), mine.shape[0])
+    dist.all_gather(list(table), mine.contiguous(), group=group)
+    return table
 
 
 def _taken_before(loads: Tensor, group: ProcessGroup | None) -> Tensor:
