@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import linecache
+import os
 import re
 import textwrap
 import traceback
@@ -16,6 +17,7 @@ from types import FrameType
 from typing import NamedTuple
 
 import torch
+from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.checkpoint.api import CheckpointException
 
 _SIZES = ("micro_batch_size", "seq_length", "num_layers", "hidden_size", "ffn_hidden_size", "num_experts")
@@ -56,6 +58,9 @@ def explain(error: BaseException, args: argparse.Namespace | None) -> str:
     text = line_of(error)
     if args is None or type(error).__module__.startswith("megablocks."):
         return text
+    if isinstance(error, (DistNetworkError, DistStoreError)):  # about no flag
+        where = ", ".join(f"{name}={os.environ.get(name)}" for name in ("MASTER_ADDR", "MASTER_PORT"))
+        return f"{where}: must be the address of rank 0 and a port that is free there: {text[:_LONGEST]}"
     if isinstance(error, OSError) and error.filename is not None:
         return _with_flags(_flags_of_path(str(error.filename), args), args, f"{error.strerror}: {error.filename}")
     steps = _steps(error)

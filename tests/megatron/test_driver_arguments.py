@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +22,7 @@ from megatron.training.arguments import add_megatron_arguments  # noqa: E402
 from torch.distributed.checkpoint.metadata import TensorProperties  # noqa: E402
 
 from megablocks.config import ConfigError  # noqa: E402
-from megablocks.megatron import pretrain_gpt  # noqa: E402
+from megablocks.megatron import failures, pretrain_gpt  # noqa: E402
 from megablocks.megatron.arguments import add_arguments, settings_from  # noqa: E402
 from megablocks.megatron.settings import DriverSettings, MegaBlocksSettings  # noqa: E402
 
@@ -708,3 +709,16 @@ def test_L5_no_other_process_can_take_the_port_of_a_run_of_one_process() -> None
     env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=env, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "0\n"), done.stderr
+
+
+def test_L5_an_occupied_port_is_not_blamed_on_a_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun finds a free port; whoever sets the variables may not."""
+    with socket.socket() as taken, pytest.raises(torch.distributed.DistNetworkError) as raised:
+        taken.bind(("", 0))
+        taken.listen()
+        monkeypatch.setenv("MASTER_ADDR", "localhost")
+        monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
+        torch.distributed.TCPStore("localhost", taken.getsockname()[1], 2, True)
+    line = failures.explain(raised.value, argparse.Namespace(megablocks_explicit={"seed"}, seed=1))
+    assert line.startswith(f"MASTER_ADDR=localhost, MASTER_PORT={os.environ['MASTER_PORT']}: must be the address of")
+    assert "EADDRINUSE" in line
