@@ -87,7 +87,10 @@ class Checkpoints:
             _together(functools.partial(self._open, folder / atomic.RELEASE))
         try:
             with self._saved_rates(saved, *args[1:3]):
-                return original(*args, **kwargs)
+                loaded = original(*args, **kwargs)
+            if self.args.load and self.args.ckpt_format != "torch_dist":  # whose iteration Megatron finds
+                _together(functools.partial(self._read_state, atomic.folder_of(self.args.load, loaded[0])))
+            return loaded
         except (Exception, SystemExit, CheckpointException) as error:
             cause = cause_of(error)
             if out_of_memory(cause, self.args) or isinstance(cause, CheckpointError):
@@ -128,16 +131,20 @@ class Checkpoints:
         scheduler.step(increment=0)  # Megatron sets the weight decay before it reads the saved one
 
     def _open(self, folder: Path) -> None:
-        """Verify a checkpoint that has a marker, load its loss window and compare the fingerprint of its data."""
+        """Verify a checkpoint that has a marker, and read its state."""
         if self.args.megablocks_verify_checkpoint:
             atomic.verify(folder, dist.get_rank(), dist.get_world_size())
+        self._read_state(folder)
+
+    def _read_state(self, folder: Path) -> None:
+        """Load the loss window and compare the fingerprint of the data, unless this run starts at iteration 0."""
         path = folder / STATE
-        if not path.is_file():
+        if self.args.finetune or not path.is_file():
             return
         state = json.loads(path.read_text(encoding="utf-8"))
         self.window.load_state_dict(state["loss_window"])
         saved = state["data_fingerprint"]
-        if saved is not None and self.fingerprint is not None and saved != self.fingerprint and not self.args.finetune:
+        if saved is not None and self.fingerprint is not None and saved != self.fingerprint:
             raise CheckpointError(
                 f"{path}: saved with data {saved[:12]}, this run's are {self.fingerprint[:12]}: the data changed; "
                 "use the same data, or --finetune to start at iteration 0 with the saved weights"
@@ -195,17 +202,19 @@ class Checkpoints:
         self.before_save()
         if not self.args.save:  # Megatron's own check of a step saves before it exits, in any run
             return None
-        if self.args.ckpt_format != "torch_dist" or kwargs.get("non_persistent_ckpt"):
+        if kwargs.get("non_persistent_ckpt"):
             return original(iteration, *args, **kwargs)
         root, rank, ranks = Path(self.args.save), dist.get_rank(), dist.get_world_size()
         folder = atomic.folder_of(root, iteration)
+        if self.args.ckpt_format != "torch_dist":
+            original(iteration, *args, **kwargs)
+            self._write_state(folder)
+            return None
         try:
             with atomic.room_for(root, iteration) if rank == 0 else contextlib.nullcontext():
                 dist.barrier()
                 original(iteration, *args, **kwargs)
-                if rank == 0:
-                    state = {"loss_window": self.window.state_dict(), "data_fingerprint": self.fingerprint}
-                    atomic.write_durably(folder / STATE, json.dumps(state) + "\n")
+                self._write_state(folder)
                 dist.barrier()
                 hashes = of_all_ranks(atomic.hash_files(folder, atomic.files_of(folder)[rank::ranks]))
                 if rank == 0:
@@ -216,6 +225,11 @@ class Checkpoints:
             dist.barrier()
         except (Exception, CheckpointException) as error:  # CheckpointException is not an Exception
             raise SaveError(self._save_failure(root, folder, error)) from error
+
+    def _write_state(self, folder: Path) -> None:
+        if dist.get_rank() == 0:
+            state = {"loss_window": self.window.state_dict(), "data_fingerprint": self.fingerprint}
+            atomic.write_durably(folder / STATE, json.dumps(state) + "\n")
 
     def _prune(self, root: Path, saved: int) -> None:
         try:

@@ -206,6 +206,7 @@ TWO = "--moe-router-load-balancing-type aux_loss seq_aux_loss --moe-aux-loss-coe
 QUANTILES = "--num-experts 8 --moe-router-load-balancing-type quantile_balancing "
 REFUSED = {
     "--megablocks-fixed-validation --full-validation": "megablocks_fixed_validation=True: must be left out with",
+    "--megablocks-fixed-validation --dataloader-type cyclic": "dataloader_type='cyclic': must be 'single' with",
     "--megablocks-fused-loss-kept-gib -1": "megablocks_fused_loss_kept_gib=-1.0: must be >= 0",
     "--moe-num-experts 8 --num-experts 4": "moe_num_experts=8: sets num_experts=8, but --num-experts 4 is given",
     "--moe-num-experts 8 --moe-top-k 2 --moe-router-topk 1": "moe_top_k=2: sets moe_router_topk=2",

@@ -123,6 +123,21 @@ def test_F4_a_spike_is_skipped_and_logged_also_right_after_a_resume(driver: Driv
     assert rows[5]["train_loss"] == rows[6]["train_loss"] == "" and rows[7]["train_loss"]
 
 
+def test_F4_the_older_format_keeps_the_losses_too_and_another_run_starts_without_them(
+    driver: Driver, tmp_path: Path
+) -> None:
+    """A run resumed from the older format did not know a spike; a fine-tuned one took its first losses for spikes."""
+    flags = ("--train-iters", "6", "--exit-interval", "5", "--eval-iters", "0")
+    flags += ("--megablocks-loss-spike-factor", "3", "--megablocks-loss-spike-window", "4")
+    spikes = [("loss_times", {"factor": 10.0, "steps": [1, 6]})]
+    for kind in ("torch", "torch_dist"):
+        load = (*flags, "--ckpt-format", kind, "--load", tmp_path / kind)
+        save = (*load, "--save", tmp_path / kind, "--save-interval", "5")
+        driver.run(*save, ranks=1)
+        assert not said(driver.run(*load, "--finetune", ranks=1, faults=spikes), "step 1: .* update skipped"), kind
+        assert said(driver.run(*save, ranks=1, faults=spikes), "step 6: .* update skipped"), kind
+
+
 @pytest.mark.slow
 def test_F3_the_guard_can_be_left_to_megatron(driver: Driver) -> None:
     faults = [("nan_in_loss", {"rank": 0, "step": 2})]
