@@ -60,7 +60,7 @@ def explain(error: BaseException, args: argparse.Namespace | None) -> str:
         return text
     if isinstance(error, (DistNetworkError, DistStoreError)):  # about no flag
         where = ", ".join(f"{name}={os.environ.get(name)}" for name in ("MASTER_ADDR", "MASTER_PORT"))
-        return f"{where}: must be the address of rank 0 and a port that is free there: {text[:_LONGEST]}"
+        return f"{where}: {text[:_LONGEST]}{'; choose a free port' if 'EADDRINUSE' in text else ''}"
     if isinstance(error, OSError) and error.filename is not None:
         return _with_flags(_flags_of_path(str(error.filename), args), args, f"{error.strerror}: {error.filename}")
     steps = _steps(error)
