@@ -344,7 +344,7 @@ def check(args: argparse.Namespace) -> None:
     if args.full_validation and args.megablocks_fixed_validation:
         refuse("megablocks_fixed_validation", True, "must be left out with --full-validation, which reads all")
     if args.dataloader_type == "cyclic" and args.megablocks_fixed_validation:
-        refuse("dataloader_type", "cyclic", "must be 'single' with --megablocks-fixed-validation; it draws others")
+        refuse("dataloader_type", "cyclic", "must be 'single' with --megablocks-fixed-validation: it shuffles")
     if args.full_validation and not args.multiple_validation_sets:
         refuse("full_validation", True, "needs --multiple-validation-sets, also for one set, or Megatron fails")
     if args.dataloader_type == "external":
